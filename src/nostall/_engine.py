@@ -192,6 +192,8 @@ class Engine:
     def writers(self, count: int) -> list[WriterProcess]:
         """``count`` running writer processes; dead ones are replaced.
 
+        Those of another user, from before ``setuid``, end when they have written their jobs.
+
         Raises:
             SaveAbortedError: The engine was closed.
         """
@@ -202,17 +204,24 @@ class Engine:
                     phase="start",
                     hint="make a new writer; configure() and reset() are for times without a save",
                 )
+            others = [writer for writer in self._writers if writer.user != os.geteuid()]
+            for writer in others:
+                if writer.idle:
+                    writer.close()
             self._writers = [writer for writer in self._writers if writer.alive]
-            while len(self._writers) < count:
-                self._writers.append(
+            usable = [writer for writer in self._writers if writer not in others]
+            while len(usable) < count:
+                usable.append(
                     WriterProcess(
                         cpu_priority=self.options.cpu_priority,
                         io_priority=self.options.io_priority,
+                        send_timeout_s=self.options.save_timeout_s,
                         on_progress=self.under_way.wrote,
                         on_created=self.under_way.created,
                     )
                 )
-            return self._writers[:count]
+                self._writers.append(usable[-1])
+            return usable[:count]
 
     @property
     def is_writing(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import gc
 import itertools
 import mmap
@@ -21,10 +22,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from glob import glob
 from typing import Any, ClassVar
 
 from nostall._memory.available import available_nbytes
+from nostall._model.anonymous import memory_descriptor
 from nostall._model.interrupts import uninterruptible
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
@@ -33,6 +36,15 @@ _MAP_UNIT_NBYTES = 2 << 20
 _STAGED_PATIENCE_S = 2.0
 """Planning a staged save takes less. After that it is being written, and the wait is for that."""
 _MEMFD_PREFIX = "nostall-"
+_MARGIN_NBYTES = 32 << 20
+"""What stays free when memory is reserved: the writer process needs about half of it."""
+_NBYTES_PER_TABLE_BYTE = 256
+"""The page tables of trainer and writer process, each a 512th of the memory."""
+_PART_NBYTES = 256 << 20
+_SCARCE_NBYTES = 64 * _PART_NBYTES
+"""Below this, processes take turns: above, 64 of them may reserve a part each after one look."""
+_TURN_TIMEOUT_S = 60.0
+_TURN_LOOK_S = 0.01
 _MADV_POPULATE_WRITE = 23
 """From ``linux/mman.h``; the ``mmap`` module does not define it."""
 
@@ -46,13 +58,13 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.id = next(Block._ids)
         self.nbytes = max(1, -(-nbytes // _MAP_UNIT_NBYTES)) * _MAP_UNIT_NBYTES
-        with uninterruptible():
-            self.fd = os.memfd_create(f"{_MEMFD_PREFIX}{self.id}", os.MFD_CLOEXEC)
+        with uninterruptible(), _refusals(self.nbytes):
+            self.fd = memory_descriptor(f"{_MEMFD_PREFIX}{self.id}")
             self.close_descriptor = weakref.finalize(self, os.close, self.fd)
             self.close_descriptor.atexit = False
         try:
-            with _reserving(self.nbytes, more_nbytes=self.nbytes):
-                os.posix_fallocate(self.fd, 0, self.nbytes)
+            with _refusals(self.nbytes):
+                _reserve(self.fd, 0, self.nbytes)
                 self.memory = mmap.mmap(self.fd, self.nbytes)
         except BaseException:  # an interrupt, too, must not leave memory behind
             self.close_descriptor()
@@ -76,9 +88,9 @@ class Block:
         if self.is_shown:
             return False
         size = -(-nbytes // _MAP_UNIT_NBYTES) * _MAP_UNIT_NBYTES
-        with _reserving(size, more_nbytes=size - self.nbytes):
+        with _refusals(size):
             # Only the new part: the system visits every page of the range, 40 ms per reserved GiB.
-            os.posix_fallocate(self.fd, self.nbytes, size - self.nbytes)
+            _reserve(self.fd, self.nbytes, size)
         try:
             self.memory.resize(size)
         except (BufferError, OSError):
@@ -99,35 +111,85 @@ class Block:
         return memoryview(self.memory)[offset : offset + nbytes]
 
 
+def _reserve(fd: int, begin: int, end: int) -> None:
+    """Allocate the pages from ``begin`` to ``end``.
+
+    Without swap, Linux grants an excessive request, takes all memory and kills a process. Processes
+    that reserve at the same time see the same memory as available. So each looks again before every
+    part, and when little is left they take turns.
+
+    Raises:
+        OSError: The system refuses, or has less memory.
+    """
+    kept_nbytes = _MARGIN_NBYTES + (end - begin) // _NBYTES_PER_TABLE_BYTE
+    at, has_turn = begin, False
+    with ExitStack() as turn:
+        try:
+            while at < end:
+                left = available_nbytes() - kept_nbytes
+                if left < _SCARCE_NBYTES and not has_turn:
+                    turn.enter_context(_turn())
+                    has_turn = True
+                    continue
+                if left < end - at:
+                    raise OSError(errno.ENOMEM, f"{max(0, left)} bytes available")
+                part_nbytes = min(_PART_NBYTES, end - at)
+                os.posix_fallocate(fd, at, part_nbytes)
+                at += part_nbytes
+        except BaseException:  # also an interrupt
+            os.ftruncate(fd, begin)  # before the next process looks
+            raise
+
+
 @contextmanager
-def _reserving(nbytes: int, *, more_nbytes: int) -> Iterator[None]:
-    available = available_nbytes()
-    if more_nbytes > available:
-        # Without swap, Linux grants an excessive request, takes all memory and kills a process.
-        raise _reservation_error(nbytes, f"{available} bytes available", _FREE_MEMORY)
+def _turn() -> Iterator[None]:
+    """Reserve while no other process of this container does; without a lock after a timeout."""
+    try:
+        lock = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # noqa: S108
+    except OSError:
+        yield
+        return
+    end_s = time.monotonic() + _TURN_TIMEOUT_S
+    try:
+        while time.monotonic() < end_s:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(_TURN_LOOK_S)
+        yield
+    finally:
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+        os.close(lock)
+
+
+@contextmanager
+def _refusals(nbytes: int) -> Iterator[None]:
+    """Turn a refusal of the system into a :class:`ReservationError`."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
-            raise
-        hint = _RAISE_LIMIT if error.errno == errno.EFBIG else _FREE_MEMORY
-        raise _reservation_error(nbytes, os.strerror(error.errno), hint) from error
+        raise ReservationError(
+            f"cannot reserve {nbytes} bytes of host memory for a snapshot: {error.strerror}",
+            nbytes=nbytes,
+            phase="stage",
+            hint=_NEXT_STEPS.get(error.errno or 0, _ALLOW_CALLS),
+        ) from error
 
 
 _FREE_MEMORY = (
     "free memory on this host or raise the container's limit; a snapshot is as large as this"
     " rank's share of the checkpoint"
 )
-_RAISE_LIMIT = "raise the limit on file sizes (`ulimit -f`): it applies to this memory, too"
-
-
-def _reservation_error(nbytes: int, reason: str, hint: str) -> ReservationError:
-    return ReservationError(
-        f"cannot reserve {nbytes} bytes of host memory for a snapshot: {reason}",
-        nbytes=nbytes,
-        phase="stage",
-        hint=hint,
-    )
+_NEXT_STEPS = {
+    errno.ENOMEM: _FREE_MEMORY,
+    errno.ENOSPC: _FREE_MEMORY,
+    errno.EFBIG: "raise the limit on file sizes (`ulimit -f`): it applies to this memory, too",
+    errno.EMFILE: "raise the limit on open files (`ulimit -n`)",
+}
+_ALLOW_CALLS = (
+    "this system, or the container's profile, must allow memfd_create, fallocate and mmap"
+)
 
 
 class Lease:
@@ -359,10 +421,10 @@ def _let_go_after_fork() -> None:
     for block in blocks:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(block.memory))
         block.close_descriptor()
-    for name in os.listdir("/proc/self/fd") if blocks else ():
+    for path in glob("/proc/self/fd/*") if blocks else ():
         with suppress(OSError):  # an mmap object holds a duplicate of its descriptor
-            if os.readlink(f"/proc/self/fd/{name}").startswith(f"/memfd:{_MEMFD_PREFIX}"):
-                os.close(int(name))
+            if os.readlink(path).startswith(f"/memfd:{_MEMFD_PREFIX}"):
+                os.close(int(os.path.basename(path)))
 
 
 os.register_at_fork(after_in_child=_let_go_after_fork)

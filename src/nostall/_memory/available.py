@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-
-import psutil
 
 
 def available_nbytes(*, root: str = "/") -> int:
@@ -17,8 +16,17 @@ def available_nbytes(*, root: str = "/") -> int:
     Args:
         root: Directory that contains ``proc`` and ``sys``; for tests.
     """
-    host: int = psutil.virtual_memory().available
-    return min([host, *_left_in_groups(root)])
+    return min([_left_on_host(root), *_left_in_groups(root)])
+
+
+def _left_on_host(root: str) -> int:
+    """What the host says it can give; without ``/proc``, unlimited."""
+    try:
+        with open(os.path.join(root, "proc/meminfo")) as stream:
+            kib = next(line.split()[1] for line in stream if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return sys.maxsize
+    return int(kib) << 10
 
 
 def _left_in_groups(root: str) -> Iterator[int]:

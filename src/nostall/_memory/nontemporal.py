@@ -37,6 +37,8 @@ import os
 import platform
 from collections.abc import Callable
 
+from nostall._model.anonymous import memory_descriptor
+
 _log = logging.getLogger("nostall")
 
 _CODE = bytes.fromhex(
@@ -97,7 +99,7 @@ def _executable(code: bytes) -> int:
         *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
         ctypes.c_int64,
     )
-    fd = os.memfd_create("nostall-copy-past-caches", os.MFD_CLOEXEC)
+    fd = memory_descriptor("nostall-copy-past-caches")
     try:
         os.pwrite(fd, code, 0)
         address: int | None = libc.mmap(

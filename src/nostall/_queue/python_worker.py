@@ -21,11 +21,12 @@ from concurrent.futures import Future, wait
 from types import FunctionType
 from typing import Any
 
+from nostall._model.anonymous import memory_descriptor
 from nostall._model.jobs import Failure
-from nostall._writer.child import ChildProcess, import_paths
+from nostall._writer.child import ENCODING, ChildProcess, import_paths
 from nostall._writer.framing import Message, send
 from nostall._writer.messages import failure_from_plain
-from nostall._writer.parent import ignore_signals, messages_from_parent
+from nostall._writer.parent import ignore_signals, messages_from_parent, say_ready
 from nostall.errors import StagingError
 
 _DRAIN_TIMEOUT_S = 1800.0
@@ -68,7 +69,14 @@ def serialize_call(
     """
     import torch
 
-    fd = os.memfd_create("nostall-call", os.MFD_CLOEXEC)
+    try:
+        fd = memory_descriptor("nostall-call")
+    except OSError as error:
+        raise StagingError(
+            f"the request cannot be sent to another process: memfd_create: {error.strerror}",
+            phase="stage",
+            hint="this system, or the container's profile, must allow memfd_create",
+        ) from error
     try:
         with open(fd, "wb", closefd=False) as stream:
             torch.save((function, tuple(args), dict(kwargs)), stream, pickle_module=_Travelling)
@@ -98,7 +106,7 @@ class PythonWorker(ChildProcess[Outcome]):
         self._calls = 0
         entry = _ENTRY.format("".join(f"{each}; " for each in _preparations))
         super().__init__(
-            ["-c", entry, json.dumps(import_paths())],
+            [*ENCODING, "-c", entry, json.dumps(import_paths())],
             cpu_priority=cpu_priority,
             io_priority=io_priority,
         )
@@ -136,7 +144,7 @@ def serve(socket_fd: int, parent_pid: int) -> None:
     sock = socket.socket(fileno=socket_fd)
     calls: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sock, parent_pid, calls), daemon=True).start()
-    send(sock, {"type": "ready", "pid": os.getpid()})
+    say_ready(sock, parent_pid)
     while True:
         job, fd = calls.get()
         failure: Failure | None = None

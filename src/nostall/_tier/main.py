@@ -20,7 +20,12 @@ from nostall._model.jobs import Failure
 from nostall._tier.copying import Refused, Unpromotable
 from nostall._tier.promoting import Existing, NotYet, PromotionJob, promote
 from nostall._writer.framing import Message, send
-from nostall._writer.parent import ignore_signals, make_importable, messages_from_parent
+from nostall._writer.parent import (
+    ignore_signals,
+    make_importable,
+    messages_from_parent,
+    say_ready,
+)
 from nostall.errors import NostallError
 
 _PROGRESS_EVERY_S = 0.25
@@ -33,7 +38,7 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     ignore_signals(signal.SIGTERM)
     promoter = _Promoter(socket.socket(fileno=socket_fd))
     threading.Thread(target=promoter.serve, name="nostall-promotions", daemon=True).start()
-    promoter.send({"type": "ready", "pid": os.getpid()})
+    say_ready(promoter.socket, parent_pid)
     if checksums_from:
         use_fastest_from(checksums_from)
     for message, _ in messages_from_parent(promoter.socket, parent_pid):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.spawn import get_executable
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
@@ -28,7 +29,8 @@ from nostall._model import checksum
 from nostall._model.interrupts import is_done, start, uninterruptible
 from nostall._model.jobs import Failure
 from nostall._writer.framing import Message, Receiver, send
-from nostall.errors import NostallError, ProtocolError, WriterDiedError
+from nostall._writer.parent import STARTED
+from nostall.errors import ProtocolError, WriterDiedError
 
 _SEND_TIMEOUT_S = 60.0
 """A child reads its socket all the time; one that does not for this long is stopped or broken."""
@@ -36,6 +38,15 @@ _EXIT_TIMEOUT_S = 5.0
 _KILLED_TIMEOUT_S = 1.0
 """A killed process that lives longer is in a system call; the receiving thread waits on."""
 _SETTLE_TIMEOUT_S = 2.0
+_IS_PYTHON = (
+    "sys.executable must be a Python interpreter, or a script that starts one with `exec`; in a"
+    " frozen application, name one with multiprocessing.set_executable()"
+)
+ENCODING = ("-X", f"utf8={int(sys.getfilesystemencoding() == 'utf-8')}")
+"""Interpreter arguments by which a file name has the same bytes as in this process.
+
+An isolated interpreter ignores PYTHONUTF8, and the locale may have been changed meanwhile.
+"""
 
 T = TypeVar("T")
 Addressed: TypeAlias = tuple[Message, tuple[int, ...]]
@@ -62,7 +73,7 @@ def bare_arguments(module: str) -> list[str]:
         " main(int(sys.argv[3]), int(sys.argv[4]), sys.argv[2])"
     )
     root = str(Path(__file__).resolve().parents[2])
-    return ["-I", "-S", "-c", entry, root, checksum.use_fastest() or ""]
+    return ["-I", "-S", *ENCODING, "-c", entry, root, checksum.use_fastest() or ""]
 
 
 def import_paths() -> list[str]:
@@ -79,39 +90,34 @@ class ChildProcess(ABC, Generic[T]):
             are appended.
         cpu_priority: Niceness, or ``None`` to leave it unchanged.
         io_priority: I/O scheduling class, or ``None``.
+        send_timeout_s: How long a message may take to be sent; then the process is killed.
     """
 
     kind: str
     """Name of this kind of process in messages."""
 
     def __init__(
-        self, command: Sequence[str], *, cpu_priority: int | None, io_priority: int | None
+        self,
+        command: Sequence[str],
+        *,
+        cpu_priority: int | None,
+        io_priority: int | None,
+        send_timeout_s: float = _SEND_TIMEOUT_S,
     ) -> None:
-        if not sys.executable:
-            raise NostallError(
-                f"sys.executable is empty, so no {self.kind} can be started",
-                phase="write",
-                hint="set sys.executable to the path of this interpreter",
-            )
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                self._process = subprocess.Popen(  # ended by kill() or close()
-                    [sys.executable, *command, str(theirs.fileno()), str(os.getpid())],
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # not reached by Ctrl-C at the trainer's terminal
-                )
-            except OSError as error:
-                ours.close()
-                raise WriterDiedError(
-                    f"the {self.kind} could not be started: {error.strerror or error}",
-                    phase="start",
-                    path=sys.executable,
-                    hint="this user must be allowed to execute it, and to start one more process",
-                ) from error
-        ours.settimeout(_SEND_TIMEOUT_S)
-        self._socket = ours
+        self._program = _interpreter(self.kind)
+        self.user = os.geteuid()
+        """The effective user as which it runs."""
+        try:
+            self._socket, self._process = _started(self._program, command)
+        except OSError as error:
+            raise WriterDiedError(
+                f"the {self.kind} could not be started: {error.strerror or error}",
+                phase="start",
+                path=self._program,
+                hint="this user must be allowed to execute it, to make a pair of sockets and to"
+                " start one more process",
+            ) from error
+        self._socket.settimeout(min(send_timeout_s, _SEND_TIMEOUT_S))
         self._send_lock = threading.Lock()
         self._later: deque[Message] = deque()
         self._lock = threading.Lock()
@@ -164,7 +170,7 @@ class ChildProcess(ABC, Generic[T]):
     def kill(self, reason: str, kind: str = "WriterDiedError") -> None:
         """Kill the process; unanswered requests fail with ``reason``. Idempotent."""
         self._record_death(kind, reason)
-        self._process.kill()
+        self._kill()
         self._reap(_KILLED_TIMEOUT_S)
 
     def terminate(self, reason: str, *, kill_after_s: float) -> None:
@@ -262,7 +268,7 @@ class ChildProcess(ABC, Generic[T]):
                 self._take(received[0])
         except Exception as error:  # a confused peer is a dead peer
             self._record_death("ProtocolError", f"{type(error).__name__}: {error}")
-            self._process.kill()
+            self._kill()
         self._hung_up = True
         self._settle_rest()
 
@@ -291,9 +297,12 @@ class ChildProcess(ABC, Generic[T]):
         try:
             code = self._process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             code = self._process.wait()
-        self._record_death("WriterDiedError", _how_it_ended(code), code)
+        ended = _how_it_ended(code)
+        if not self._ready.done():
+            ended += f" before it was ready; it ran {self._program} ({_IS_PYTHON})"
+        self._record_death("WriterDiedError", ended, code)
         with self._lock:
             rest = list(self._waiting.values())
             self._waiting.clear()
@@ -315,17 +324,59 @@ class ChildProcess(ABC, Generic[T]):
                     hint="the next save starts a new one",
                 )
 
+    def _kill(self) -> None:
+        try:
+            self._process.kill()
+        except PermissionError:  # after setuid; the process ends with its socket
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def _reap(self, kill_after_s: float) -> None:
         try:
             self._process.wait(kill_after_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_KILLED_TIMEOUT_S)
         if threading.current_thread() is not self._receiver:
             # The receiver removes written files, and storage may hang.
             has_ended = self._process.returncode is not None
             self._receiver.join(_SETTLE_TIMEOUT_S if has_ended else 0)
+
+
+def _interpreter(kind: str) -> str:
+    """The program that runs a background process.
+
+    Raises:
+        WriterDiedError: There is none, or it would start this program again.
+    """
+    is_frozen = getattr(sys, "frozen", False)
+    program = os.fsdecode(get_executable() or "") if is_frozen else sys.executable
+    starts_this_again = STARTED in os.environ or (is_frozen and program == sys.executable)
+    if program and not starts_this_again:
+        return program
+    raise WriterDiedError(
+        f"no {kind} can be started: {program!r} is not a Python interpreter",
+        phase="start",
+        hint=_IS_PYTHON,
+    )
+
+
+def _started(program: str, command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A new process and our end of its socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = subprocess.Popen(  # ended by kill() or close()
+                [program, *command, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, STARTED: "1"},
+                start_new_session=True,  # not reached by Ctrl-C at the trainer's terminal
+            )
+        except BaseException:
+            ours.close()
+            raise
+    return ours, process
 
 
 def _set_priority_of(thread: int, cpu_priority: int | None, io_priority: int | None) -> None:

@@ -64,6 +64,7 @@ class WriterProcess(ChildProcess[RankReport]):
         *,
         cpu_priority: int | None,
         io_priority: int | None,
+        send_timeout_s: float,
         on_progress: Callable[[str, int], None],
         on_created: Callable[[str, str], None],
     ) -> None:
@@ -78,6 +79,7 @@ class WriterProcess(ChildProcess[RankReport]):
             bare_arguments("nostall._writer.main"),
             cpu_priority=cpu_priority,
             io_priority=io_priority,
+            send_timeout_s=send_timeout_s,
         )
 
     def submit(self, job: WriteJob, lease: Lease) -> Future[RankReport]:

@@ -44,7 +44,12 @@ from nostall._writer.messages import (
     report_to_message,
     seals_from_message,
 )
-from nostall._writer.parent import ignore_signals, make_importable, messages_from_parent
+from nostall._writer.parent import (
+    ignore_signals,
+    make_importable,
+    messages_from_parent,
+    say_ready,
+)
 from nostall._writer.position import Cancelled
 from nostall._writer.seals import ChunkPlans
 from nostall.errors import ProtocolError
@@ -65,8 +70,7 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     sock = socket.socket(fileno=socket_fd)
     writer = _Writer(sock)
     threading.Thread(target=writer.write_jobs, name="nostall-jobs", daemon=True).start()
-    with suppress(OSError):  # the trainer may be gone already
-        send(sock, {"type": "ready", "pid": os.getpid()})
+    say_ready(sock, parent_pid)
     if checksums_from:  # after "ready", which the trainer waits for
         use_fastest_from(checksums_from)
     for message, descriptors in messages_from_parent(sock, parent_pid):

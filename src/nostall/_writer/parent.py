@@ -9,8 +9,15 @@ import site
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
-from nostall._writer.framing import Message, Receiver
+from nostall._writer.framing import Message, Receiver, send
+
+STARTED = "NOSTALL_BACKGROUND_PROCESS"
+"""Environment variable of a program that was started as a background process, until it is one."""
+_LOOK_EVERY_MS = 1000
+"""Interval of looks at the parent. Not a process descriptor, which container profiles may refuse
+and portable builds of Python lack."""
 
 
 def messages_from_parent(
@@ -18,21 +25,19 @@ def messages_from_parent(
 ) -> Iterator[tuple[Message, list[int]]]:
     """Yield the trainer's messages with their descriptors, until the trainer is gone.
 
-    It is when the socket ends or its process descriptor becomes readable: a forked child of the
-    trainer may hold the socket open. What it has sent before is yielded, too.
+    It is when the socket ends, or this process has another parent: a forked child of the trainer
+    may hold the socket open. What it has sent before is yielded, too.
     """
-    parent = _descriptor_of(parent_pid)
     poller = select.poll()
     poller.register(sock, select.POLLIN)
-    if parent is not None:
-        poller.register(parent, select.POLLIN)
-    is_gone = parent is None
+    is_gone = False
     # Without waiting: an incomplete message must not hide the end of the trainer. The socket itself
     # blocks, as an answer is sent however long the trainer takes to read it.
     receiver = Receiver(sock, wait=False, descriptors=2)
     while True:
         if not is_gone and not receiver.buffered():
-            is_gone = parent in {fd for fd, _ in poller.poll()}
+            poller.poll(_LOOK_EVERY_MS)
+            is_gone = os.getppid() != parent_pid
         try:
             received = receiver.receive()
         except BlockingIOError:
@@ -42,6 +47,14 @@ def messages_from_parent(
         if received is None:
             return
         yield received
+
+
+def say_ready(sock: socket.socket, parent_pid: int) -> None:
+    """Tell the trainer that this process listens, unless another program started it."""
+    os.environ.pop(STARTED, None)  # this process is nostall's; what user code starts here may save
+    if os.getppid() == parent_pid:
+        with suppress(OSError):  # the trainer may be gone already
+            send(sock, {"type": "ready"})
 
 
 def ignore_signals(*others: signal.Signals) -> None:
@@ -74,15 +87,3 @@ def make_importable(paths: Sequence[str]) -> None:
     if paths:
         site.main()  # also imports what is not found by a path, such as editable installations
         sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
-
-
-def _descriptor_of(parent_pid: int) -> int | None:
-    """A descriptor that becomes readable when the trainer ends; ``None`` if it has."""
-    try:
-        parent = os.pidfd_open(parent_pid)
-    except ProcessLookupError:
-        return None
-    if os.getppid() != parent_pid:  # it ended first, and its pid may be reused
-        os.close(parent)
-        return None
-    return parent

@@ -1,0 +1,57 @@
+"""Memory for snapshots in a container with a limit: an error, and nobody is killed."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+import pytest
+
+from nostall._memory import arena
+from nostall._memory.arena import Block
+from nostall.errors import ReservationError
+from support.cgroups import memory_limit
+from support.trainers import running
+
+MIB = 1 << 20
+
+
+def test_two_ranks_of_a_container_reserve_in_turns() -> None:
+    """Memory that is enough for one: it gets it, and the other an error; ten times."""
+    with memory_limit(700 * MIB) as group, ExitStack() as stack:
+        ranks = [
+            stack.enter_context(running("reserves", str(group), str(400 * MIB))) for _ in range(2)
+        ]
+        for rank in ranks:
+            assert 400 * MIB < rank.hear()["available"] < 750 * MIB
+        for _ in range(10):
+            for rank in ranks:
+                rank.tell()
+            told = [rank.hear() for rank in ranks]
+            assert sorted(key for each in told for key in each) == ["error", "reserved"]
+            for rank in ranks:
+                rank.tell()
+                assert rank.hear() == {}
+
+
+def test_a_rank_leaves_room_for_its_writer_process() -> None:
+    """What is within 12 MiB of the limit is refused; the writer process takes that much."""
+    with (
+        memory_limit(300 * MIB) as group,
+        running(*("reserves_all_but", str(group), str(12 * MIB))) as rank,
+    ):
+        assert "bytes available" in rank.hear()["error"]
+
+
+def test_what_a_failed_reservation_took_is_free_before_others_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A larger block that cannot grow keeps what it has, and no more."""
+    left = iter([1 << 40, 1 << 40, 0, 0])
+    monkeypatch.setattr(arena, "available_nbytes", lambda: next(left))
+    monkeypatch.setattr(arena, "_PART_NBYTES", 2 * MIB)
+    block = Block(2 * MIB)
+    with pytest.raises(ReservationError, match="0 bytes available"):
+        block.grow(8 * MIB)
+    assert block.nbytes == 2 * MIB
+    assert os.fstat(block.fd).st_blocks * 512 == 2 * MIB

@@ -1,0 +1,124 @@
+"""Trainers in unusual surroundings, one process each, that tell a test what comes of a save.
+
+python tests/programs/surroundings.py FUNCTION [ARGUMENT]...
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import nostall
+from nostall._memory.arena import Block
+from nostall._memory.available import available_nbytes
+from nostall.errors import ReservationError
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from nostall.testing import Hold, inject
+from support.refusals import hide_proc, refuse
+
+MIB = 1 << 20
+
+
+def say(**message: Any) -> None:
+    print(json.dumps(message), flush=True)
+
+
+def state() -> dict[str, Any]:
+    """Not random: where torch does not know the processor, those would be others."""
+    return {"weight": torch.arange(3000.0), "nested": {"name": "state"}}
+
+
+def outcome(path: str) -> dict[str, Any]:
+    """How an asynchronous save failed; nothing if it did not."""
+    writer = FileSystemWriterAsync(path)
+    try:
+        dcp.async_save(state(), storage_writer=writer, no_dist=True).result(60)
+    except BaseException as error:  # CheckpointException is no Exception
+        failed = error.failures[0][0] if isinstance(error, CheckpointException) else error
+        return {"kind": type(failed).__name__, "text": str(failed)}
+    return {}
+
+
+def saves(path: str) -> None:
+    say(**outcome(path))
+
+
+def saves_without(call: str, path: str) -> None:
+    """Save where the system refuses a call."""
+    refuse(call, errno.EPERM)
+    say(**outcome(path))
+
+
+def saves_without_proc(path: str) -> None:
+    hide_proc()
+    say(**outcome(path))
+
+
+def saves_as(path: str, executable: str, kind: str, interpreter: str = "") -> None:
+    """Save in an application whose ``sys.executable`` is a program."""
+    with Path(os.environ["STARTS"]).open("a") as starts:
+        starts.write("started\n")
+    sys.executable = executable
+    if kind == "frozen":
+        sys.frozen = True  # type: ignore[attr-defined]  # set by tools that freeze programs
+    multiprocessing.set_executable(interpreter or executable)
+    say(**outcome(path))
+
+
+def saves_by_portable_python(path: str) -> None:
+    """Save by a Python that was built with an old glibc."""
+    del os.memfd_create, os.MFD_CLOEXEC
+    say(**outcome(path))
+
+
+def is_suspended(path: str) -> None:
+    """Save while a test suspends this process for longer than the deadline."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
+    nostall.warmup()
+    with Hold("chunk") as hold, inject(hold.fault):
+        future = dcp.async_save(state(), storage_writer=FileSystemWriterAsync(path), no_dist=True)
+        hold.wait_reached()
+        say(trainer=os.getpid(), go=hold.fault.plain["go"])
+        failed = future.exception(60)
+    say(failed=None if failed is None else str(failed))
+
+
+def reserves(group: str, nbytes: str) -> None:
+    """Reserve memory in a limited group whenever told to, and free it when told again."""
+    Path(group).write_text(str(os.getpid()))
+    say(available=available_nbytes())
+    while sys.stdin.readline():
+        block = None
+        try:
+            block = Block(int(nbytes))
+            say(reserved=block.nbytes)
+        except ReservationError as error:
+            say(error=str(error))
+        sys.stdin.readline()
+        del block
+        say()
+
+
+def reserves_all_but(group: str, nbytes: str) -> None:
+    """Reserve memory up to a distance from the limit of a group."""
+    Path(group).write_text(str(os.getpid()))
+    try:
+        Block(available_nbytes() - int(nbytes))
+    except ReservationError as error:
+        say(error=str(error))
+    else:
+        say()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,221 @@
+"""The writer process where the interpreter, the locale, the user or the system are unusual."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from nostall._engine import Engine
+from nostall._model.jobs import RankFailed, WriteJob
+from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
+from programs.surroundings import state
+from support import loaded
+from support.trainers import PROGRAM, running, told
+from support.states import blobs
+
+DEADLINE_S = 60.0
+
+needs_known_calls = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "aarch64"), reason="other numbers of system calls"
+)
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+
+
+def expected(tmp_path: Path) -> Any:
+    writer = FileSystemWriterAsync(tmp_path / "expected")
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    return blobs(tmp_path / "expected")
+
+
+# --- names of files -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def latin1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process in a locale whose encoding is Latin-1."""
+    locales = tmp_path_factory.mktemp("locales")
+    made = subprocess.run(
+        ["localedef", "-i", "en_US", "-f", "ISO-8859-1", str(locales / "latin1")],
+        capture_output=True,
+        check=False,
+    )
+    if not (locales / "latin1").exists():
+        pytest.skip(f"no Latin-1 locale can be made: {made.stderr.decode()}")
+    return {"LOCPATH": str(locales), "LC_ALL": "latin1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "utf8"),
+    [(["-X", "utf8"], ""), ([], "1"), ([], "0")],
+    ids=["-X", "UTF8=1", "UTF8=0"],
+)
+def test_a_name_means_the_same_bytes_to_trainer_and_writer(
+    tmp_path: Path, latin1: dict[str, str], options: list[str], utf8: str
+) -> None:
+    """With and without UTF-8 mode, in a locale with another encoding."""
+    path = os.fsencode(tmp_path) + "/é".encode("utf-8" if utf8 != "0" else "latin-1")
+    environment = {**latin1, **({"PYTHONUTF8": utf8} if utf8 else {})}
+    assert told("saves", path, python=(sys.executable, *options), **environment) == {}
+    assert blobs(Path(os.fsdecode(path))) == expected(tmp_path)
+    assert len(os.listdir(tmp_path)) == 2
+
+
+# --- programs that are no interpreter -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "starts"), [("frozen", 1), ("embedded", 2)])
+def test_an_application_that_is_its_own_interpreter_is_refused(
+    tmp_path: Path, kind: str, starts: int
+) -> None:
+    """It would train again, without end; the error names it, and what to set.
+
+    A frozen one is not started at all; what embeds Python says so itself when it has been started.
+    """
+    application, log = tmp_path / "application", tmp_path / "starts"
+    run = f"exec {' '.join(loaded.python())} -W ignore {PROGRAM} saves_as {tmp_path / 'saved'}"
+    application.write_text(f"#!/bin/sh\n{run} {application} {kind} >{tmp_path / 'nested'}\n")
+    application.chmod(0o700)
+    failed = told("saves_as", str(tmp_path / "saved"), str(application), kind, STARTS=str(log))
+    assert failed["kind"] == "WriterDiedError"
+    assert str(application) in failed["text"]
+    assert "multiprocessing.set_executable()" in failed["text"]
+    assert log.read_text() == "started\n" * starts
+
+
+def test_a_frozen_application_may_name_an_interpreter(tmp_path: Path) -> None:
+    """With ``multiprocessing.set_executable``, as for multiprocessing."""
+    path, log = tmp_path / "saved", str(tmp_path / "starts")
+    assert told("saves_as", str(path), "/bin/false", "frozen", sys.executable, STARTS=log) == {}
+    assert blobs(path) == expected(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["true", f'{sys.executable} "$@"; true'])
+def test_a_program_that_does_not_become_an_interpreter_is_named(
+    tmp_path: Path, content: str
+) -> None:
+    """Another program, or a script that starts Python without ``exec``; with the remedy."""
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\n{content}\n")
+    program.chmod(0o700)
+    log = str(tmp_path / "starts")
+    failed = told("saves_as", str(tmp_path / "saved"), str(program), "embedded", STARTS=log)
+    assert failed["kind"] == "WriterDiedError"
+    assert str(program) in failed["text"]
+    assert "`exec`" in failed["text"]
+
+
+# --- deadlines ------------------------------------------------------------------------------------
+
+
+def job_in(path: Path, **changes: Any) -> WriteJob:
+    return WriteJob(
+        job="save/0/0",
+        rank=0,
+        directory=str(path),
+        files=(),
+        sync_files=True,
+        io_threads=1,
+        chunk_nbytes=4096,
+        direct=True,
+    )._replace(**changes)
+
+
+def test_a_process_that_does_not_read_holds_a_call_no_longer_than_its_deadline(
+    tmp_path: Path,
+) -> None:
+    """It is killed then, and the save fails."""
+    engine = Engine(EngineOptions(save_timeout_s=1.0))
+    try:
+        [writer] = engine.writers(1)
+        assert writer.wait_ready(DEADLINE_S)
+        os.kill(writer.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        long = job_in(tmp_path, stream=bytes(1 << 24))
+        report = writer.submit(long, engine.lease(4096)).result(DEADLINE_S)
+        assert time.monotonic() - began < 20
+        assert isinstance(report, RankFailed)
+        assert report.failure.kind == "WriterDiedError"
+        assert "no longer receives messages" in report.failure.message
+    finally:
+        engine.close()
+
+
+def test_a_save_survives_a_suspension_that_is_longer_than_its_deadline(tmp_path: Path) -> None:
+    """Its files are written, and their answer has come, when the trainer looks again."""
+    with running("is_suspended", str(tmp_path / "saved")) as program:
+        held = program.hear()
+        os.kill(held["trainer"], signal.SIGSTOP)
+        with open(held["go"], "wb") as go:
+            go.write(bytes(4096))
+        time.sleep(1.5)  # longer than its deadline
+        os.kill(held["trainer"], signal.SIGCONT)
+        assert program.hear() == {"failed": None}
+    assert blobs(tmp_path / "saved") == expected(tmp_path)
+
+
+# --- users and what the system refuses ------------------------------------------------------------
+
+
+def test_a_trainer_that_has_become_another_user_gets_a_new_writer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The old one ends, but only when it has written what it has."""
+    engine = Engine()
+    try:
+        [old] = engine.writers(1)
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
+        [new] = engine.writers(1)
+        assert new is not old
+        assert not old.alive
+        assert engine.writers(1) == [new]
+    finally:
+        engine.close()
+
+
+def test_builds_of_python_without_memfd_create_save(tmp_path: Path) -> None:
+    """Such as those of conda and uv, which are built with an old glibc."""
+    assert told("saves_by_portable_python", str(tmp_path / "saved")) == {}
+    assert blobs(tmp_path / "saved") == expected(tmp_path)
+
+
+@needs_known_calls
+def test_process_descriptors_are_not_needed(tmp_path: Path) -> None:
+    """Old container profiles refuse ``pidfd_open``."""
+    assert told("saves_without", "pidfd_open", str(tmp_path / "saved")) == {}
+    assert blobs(tmp_path / "saved") == expected(tmp_path)
+
+
+@needs_root
+def test_proc_is_not_needed(tmp_path: Path) -> None:
+    """Without ``/proc`` nothing is known of memory that is free, and a save works."""
+    assert told("saves_without_proc", str(tmp_path / "saved")) == {}
+    assert blobs(tmp_path / "saved") == expected(tmp_path)
+
+
+@needs_known_calls
+@pytest.mark.parametrize(
+    ("call", "kind", "said"),
+    [
+        ("memfd_create", "ReservationError", "memfd_create"),
+        ("fallocate", "ReservationError", "fallocate"),
+        ("socketpair", "WriterDiedError", "pair of sockets"),
+    ],
+)
+def test_a_refused_call_is_a_typed_error_with_the_next_step(
+    tmp_path: Path, call: str, kind: str, said: str
+) -> None:
+    """And no bare ``PermissionError``."""
+    failed = told("saves_without", call, str(tmp_path / "saved"))
+    assert failed["kind"] == kind
+    assert os.strerror(1) in failed["text"]
+    assert said in failed["text"]
