@@ -58,7 +58,9 @@ class EngineOptions:
     """I/O scheduling class of writer processes (Linux ``ionice``): 1 real time, 2 best effort, 3
     idle."""
     save_timeout_s: float = 1800.0
-    """Longest wait for a snapshot buffer, or for a rank's files once a caller waits for them."""
+    """Longest wait for a snapshot buffer, or for a rank's files once a caller waits for them.
+
+    A wait during which the process was suspended begins again, once."""
     exit_timeout_s: float = 300.0
     """Longest time that interpreter shutdown spends on completing scheduled saves."""
 

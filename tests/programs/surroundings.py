@@ -42,7 +42,8 @@ def outcome(path: str) -> dict[str, Any]:
     """How an asynchronous save failed; nothing if it did not."""
     writer = FileSystemWriterAsync(path)
     try:
-        dcp.async_save(state(), storage_writer=writer, no_dist=True).result(60)
+        future: Any = dcp.async_save(state(), storage_writer=writer, no_dist=True)
+        future.result(60)
     except BaseException as error:  # CheckpointException is no Exception
         failed = error.failures[0][0] if isinstance(error, CheckpointException) else error
         return {"kind": type(failed).__name__, "text": str(failed)}
@@ -86,7 +87,9 @@ def is_suspended(path: str) -> None:
     nostall.configure(EngineOptions(save_timeout_s=1.0))
     nostall.warmup()
     with Hold("chunk") as hold, inject(hold.fault):
-        future = dcp.async_save(state(), storage_writer=FileSystemWriterAsync(path), no_dist=True)
+        future: Any = dcp.async_save(
+            state(), storage_writer=FileSystemWriterAsync(path), no_dist=True
+        )
         hold.wait_reached()
         say(trainer=os.getpid(), go=hold.fault.plain["go"])
         failed = future.exception(60)

@@ -20,8 +20,8 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from programs.surroundings import state
 from support import loaded
-from support.trainers import PROGRAM, running, told
 from support.states import blobs
+from support.trainers import PROGRAM, running, told
 
 DEADLINE_S = 60.0
 

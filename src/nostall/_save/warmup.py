@@ -75,7 +75,7 @@ def _warm_up(engine: Engine, nbytes: int, timeout_s: float) -> None:
         raise SaveTimeoutError(
             f"writer process {writer.pid} was not ready within {timeout_s:g} s, or ended",
             phase="warmup",
-            hint="its standard error says why",
+            hint="its standard error says why; sys.executable must be a Python interpreter",
         )
 
 
