@@ -354,8 +354,9 @@ def _interpreter(kind: str) -> str:
     starts_this_again = STARTED in os.environ or (is_frozen and program == sys.executable)
     if program and not starts_this_again:
         return program
+    why = f"{program!r} is not a Python interpreter" if program else "sys.executable is empty"
     raise WriterDiedError(
-        f"no {kind} can be started: {program!r} is not a Python interpreter",
+        f"no {kind} can be started: {why}",
         phase="start",
         hint=_IS_PYTHON,
     )
