@@ -58,6 +58,14 @@ def other_job(root: Path) -> Iterator[subprocess.Popen[bytes]]:
         yield other
 
 
+def is_told_of_this_process(root: Path) -> bool:
+    """Whether another job, which saves below the root, learns that this process does."""
+    hurry = "import nostall.manager; nostall.manager._PREDECESSOR_S = 0.1\n"
+    saving = [*loaded.python(), "-c", hurry + OTHER_JOB, str(root)]
+    run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
+    return f"another process saves below this root: pid {os.getpid()}" in run.stderr
+
+
 def test_a_second_job_is_an_error_until_the_first_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,9 +113,7 @@ def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
     first.save(1, STATE).result()
     second.save(2, STATE).result()
     second.close()
-    saving = [*loaded.python(), "-c", OTHER_JOB, str(tmp_path)]
-    run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
-    assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
+    assert is_told_of_this_process(tmp_path)
     first.close()
     assert not (tmp_path / ".nostall.lock").exists()
 
@@ -135,6 +141,95 @@ def test_a_save_of_another_manager_is_not_taken_for_an_interrupted_one(
     assert "removed" not in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "FIFO", "broken link"])
+def test_what_another_name_leads_to_is_not_changed(tmp_path: Path, kind: str) -> None:
+    """The root is locked nevertheless, with a file of its own."""
+    root, notes = tmp_path / "root", tmp_path / "notes"
+    root.mkdir()
+    notes.write_text("of the user")
+    link = root / lock.NAME
+    match kind:
+        case "symbolic link":
+            link.symlink_to(notes)
+        case "hard link":
+            link.hardlink_to(notes)
+        case "broken link":
+            link.symlink_to(tmp_path / "elsewhere")
+        case "FIFO":
+            os.mkfifo(link)
+    manager = CheckpointManager(root)
+    manager.save(1, STATE).result()
+    assert notes.read_text() == "of the user"
+    assert not (tmp_path / "elsewhere").exists()
+    assert link.is_file()
+    assert not link.is_symlink()
+    assert is_told_of_this_process(root)
+    manager.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_lock_file_of_another_user_is_not_written_to(tmp_path: Path) -> None:
+    """It is replaced, unless that user owns the root: as whom the file system sees this process."""
+    for owner, kept in ((0, 0), (12345, 12345)):
+        root = tmp_path / str(owner)
+        root.mkdir()
+        os.chown(root, owner, -1)
+        (root / lock.NAME).touch()
+        os.chown(root / lock.NAME, 12345, -1)
+        with CheckpointManager(root) as manager:
+            manager.save(1, STATE).result()
+            assert (root / lock.NAME).stat().st_uid == kept
+
+
+def test_the_lock_outlasts_reading_and_copying_the_root(tmp_path: Path) -> None:
+    """In the process that has it, which may also back its root up."""
+    manager = CheckpointManager(tmp_path / "root")
+    manager.save(1, STATE).result()
+    (tmp_path / "root" / lock.NAME).read_bytes()
+    shutil.copytree(tmp_path / "root", tmp_path / "copy")
+    assert is_told_of_this_process(tmp_path / "root")
+    manager.close()
+
+
+def test_the_lock_outlasts_a_manager_of_another_name_of_the_root(tmp_path: Path) -> None:
+    """A link to the root is the root: both managers save, and the lock ends with the last."""
+    root, alias = tmp_path / "root", tmp_path / "alias"
+    root.mkdir()
+    alias.symlink_to(root)
+    first, second = CheckpointManager(root), CheckpointManager(alias)
+    first.save(1, STATE).result()
+    second.save(2, STATE).result()
+    second.close()
+    assert is_told_of_this_process(root)
+    first.close()
+    assert not (root / lock.NAME).exists()
+
+
+def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Such as a forked worker of a data loader, after SIGKILL of the trainer."""
+    program = f"""
+import os, signal, sys, torch, nostall
+manager = nostall.CheckpointManager({str(tmp_path)!r})
+manager.save(1, {{"weight": torch.ones(3)}}).result()
+if os.fork() == 0:
+    print("here", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+signal.pause()
+"""
+    with subprocess.Popen(
+        [*loaded.python(), "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"here\n"
+        job.kill()
+        job.wait()
+        with CheckpointManager(tmp_path, save_every=1) as manager:
+            assert manager.should_save(2)
+        assert job.stdin is not None
+        job.stdin.close()
+
+
 def test_a_root_that_was_made_again_is_locked_for_all_its_managers(tmp_path: Path) -> None:
     """Until the last of them is closed, those from before included; no descriptor is left."""
     root = tmp_path / "root"
@@ -144,11 +239,10 @@ def test_a_root_that_was_made_again_is_locked_for_all_its_managers(tmp_path: Pat
     after.save(1, STATE).result()
     assert len(locks_held(root)) == 1
     before.close()
-    saving = [*loaded.python(), "-c", OTHER_JOB, str(root)]
-    run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
-    assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
+    assert is_told_of_this_process(root)
     after.close()
     assert not locks_held(root)
+    saving = [*loaded.python(), "-c", OTHER_JOB, str(root)]
     subprocess.run(saving, input="", capture_output=True, text=True, check=True)
 
 
@@ -178,9 +272,7 @@ def test_a_forked_child_has_no_locks(tmp_path: Path) -> None:
                 os._exit(1)
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    saving = [*loaded.python(), "-c", OTHER_JOB, str(tmp_path)]
-    run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
-    assert f"another process saves below this root: pid {os.getpid()}" in run.stderr
+    assert is_told_of_this_process(tmp_path)
     manager.close()
 
 
@@ -189,14 +281,14 @@ def test_a_file_system_without_locks_is_a_warning(
 ) -> None:
     """So is a lock of another machine, which may have crashed."""
     with (
-        patch("fcntl.lockf", side_effect=OSError(errno.ENOLCK, "No locks available")),
+        patch("fcntl.flock", side_effect=OSError(errno.ENOLCK, "No locks available")),
         CheckpointManager(tmp_path) as manager,
     ):
         manager.save(1, STATE)
     assert "cannot be locked: No locks available" in caplog.text
     (tmp_path / ".nostall.lock").write_text("123 elsewhere\n")
     with (
-        patch("fcntl.lockf", side_effect=BlockingIOError(errno.EAGAIN, "held")),
+        patch("fcntl.flock", side_effect=BlockingIOError(errno.EAGAIN, "held")),
         CheckpointManager(tmp_path) as manager,
     ):
         manager.save(2, STATE)

@@ -1,8 +1,9 @@
 """The lock of a root: one process at a time saves below it.
 
-It is a POSIX record lock on a file in the root. The system releases it when its process ends,
-however that happens, and children do not inherit it. So a job that was killed never keeps the next
-one from saving. Among machines it is as good as the file system: NFS passes it to the server, which
+``flock`` locks a file in the root. The lock belongs to an open file description, so nothing else
+that a process does with the file releases it. The system does when the process ends, however that
+happens; a forked child closes its copy. So a job that was killed never keeps the next one from
+saving. Among machines the lock is as good as the file system: NFS passes it to the server, which
 may keep that of a crashed machine for some time. A lock of another machine is therefore a warning.
 """
 
@@ -12,8 +13,9 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from nostall._storage.places import is_address
@@ -23,23 +25,26 @@ _log = logging.getLogger("nostall")
 
 NAME = ".nostall.lock"
 _LONGEST_NBYTES = 300
+_OPENING = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Taken:
+    path: str
     fd: int
-    users: int = 1
+    users: int = 0
 
 
 class _Process:
-    """The locks of this process. A forked child has none: the system does not inherit them."""
+    """The locks of this process, which its managers share. A forked child has none."""
 
     def __init__(self) -> None:
+        self.taken: list[_Taken] = []
         self.start_over()
 
     def start_over(self) -> None:
-        # Closing any descriptor of a file would end its lock, so a process's managers share one.
-        self.taken: dict[str, _Taken] = {}
+        while self.taken:  # the parent keeps its descriptors, and with them the locks
+            os.close(self.taken.pop().fd)
         self.changing = threading.Lock()  # a thread of the parent may hold it at the fork
 
 
@@ -56,7 +61,7 @@ class RootLock:
     def __init__(self, root: str) -> None:
         self._root = root
         self._path = f"{root}/{NAME}"
-        self._is_user = False
+        self._taken: _Taken | None = None
 
     def take(self) -> None:
         """Take the lock, until :meth:`release` or the end of the process.
@@ -66,11 +71,13 @@ class RootLock:
         Raises:
             OptionError: Another process of this machine has it.
         """
-        if self._is_user or is_address(self._root):  # an object store has no locks
+        if self._taken is not None or is_address(self._root):  # an object store has no locks
             return
         try:
             with _process.changing:
-                self._is_user = self._take()
+                self._taken = self._take()
+                if self._taken is not None:
+                    self._taken.users += 1
         except OSError as error:
             _log.warning(
                 "root=%s cannot be locked: %s. A second job that saves here is not noticed",
@@ -78,31 +85,49 @@ class RootLock:
                 error.strerror,
             )
 
-    def _take(self) -> bool:
-        taken = _process.taken.get(self._path)
-        if taken is not None and self._is_present(taken.fd):
-            taken.users += 1
-            return True
+    def _take(self) -> _Taken | None:
+        """The lock; ``None`` if another machine has it.
+
+        Nothing is written to a file that may be somebody else's: its name in the root is removed.
+        """
         os.makedirs(self._root, exist_ok=True)
         while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                with os.fdopen(fd, "rb") as file:
-                    if not isinstance(error, BlockingIOError | PermissionError):
-                        raise
-                    self._report(file.read(_LONGEST_NBYTES).decode(errors="replace"))
-                return False
-            if self._is_present(fd):
-                break
-            os.close(fd)  # its former owner has removed it meanwhile
-        os.truncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-        if taken is not None:  # the root was removed and made again
-            os.close(taken.fd)
-        _process.taken[self._path] = _Taken(fd, users=1 if taken is None else taken.users + 1)
-        return True
+            if os.path.islink(self._path):
+                os.unlink(self._path)
+            with ExitStack() as opened:
+                fd = os.open(self._path, _OPENING, 0o666)
+                opened.callback(os.close, fd)
+                status = os.fstat(fd)
+                for taken in _process.taken:
+                    if os.path.samestat(os.fstat(taken.fd), status):
+                        return taken
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._report(os.read(fd, _LONGEST_NBYTES).decode(errors="replace"))
+                    return None
+                if not self._is_present(fd):  # its former owner has removed it meanwhile
+                    continue
+                if self._is_own(status):
+                    os.truncate(fd, 0)
+                    os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+                    opened.pop_all()
+                    return self._noted(fd)
+                os.unlink(self._path)
+
+    def _is_own(self, status: os.stat_result) -> bool:
+        """Whether a lock file was made by this user, or by the one who owns the root."""
+        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+        return is_plain and status.st_uid in (os.geteuid(), os.stat(self._root).st_uid)
+
+    def _noted(self, fd: int) -> _Taken:
+        for taken in _process.taken:
+            if taken.path == self._path:  # the root was removed and made again
+                os.close(taken.fd)
+                taken.fd = fd
+                return taken
+        _process.taken.append(_Taken(self._path, fd))
+        return _process.taken[-1]
 
     def _is_present(self, fd: int) -> bool:
         """Whether an open file is still the one in the root."""
@@ -129,17 +154,16 @@ class RootLock:
 
     def release(self) -> None:
         """Release the lock, if no other manager of this process needs it. Idempotent."""
-        if not self._is_user:
+        taken, self._taken = self._taken, None
+        if taken is None:
             return
-        self._is_user = False
         with _process.changing:
-            taken = _process.taken.get(self._path)
-            if taken is None:  # in a forked child
+            if taken not in _process.taken:  # in a forked child
                 return
             taken.users -= 1
             if taken.users:
                 return
-            del _process.taken[self._path]
+            _process.taken.remove(taken)
             with suppress(OSError):  # it may stay
                 if self._is_present(taken.fd):
                     os.unlink(self._path)
