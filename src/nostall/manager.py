@@ -320,6 +320,27 @@ class CheckpointManager:
     def _wait_for_removal(self) -> None:
         self._retention.wait(default_engine().options.save_timeout_s)
 
+    def discard_after(self, step: int) -> None:
+        """Remove all steps above a committed one: after ``restore(state, step)``, those of the
+        abandoned run, which a restart would resume from. Waits for pending saves. Collective.
+
+        Raises:
+            OptionError: ``step`` is not committed, or the manager cannot save below the root, for
+                the reasons of :meth:`save`.
+            WriteError: Storage refused, or another process of this machine reads one of the steps.
+            CheckpointException, SaveTimeoutError: As :meth:`wait`.
+        """
+        self._require_open()
+        self._require_group()
+        step = require_integer("step", step, at_least=0)
+        self._pending.wait(None)
+        self._require_root()
+        agreed(self._coordination(), partial(self._discard_after, step))
+
+    def _discard_after(self, step: int) -> None:
+        self._wait_for_removal()
+        self._steps.look(partial(self._retention.discard_after, step))
+
     # --- waiting ------------------------------------------------------------------------------
 
     def poll(self) -> None:

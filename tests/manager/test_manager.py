@@ -38,6 +38,7 @@ from nostall.errors import (
     SaveAbortedError,
     SaveTimeoutError,
     UnknownMetadataError,
+    WriteError,
 )
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import Verification
@@ -1139,6 +1140,55 @@ def test_the_last_committed_step_stays_after_a_return_to_an_earlier_one(tmp_path
         manager.restore(numbered(0), step=10)
         saved(manager, 11)
     assert manager.all_steps() == [11, 20, 30]
+
+
+def test_policies_apply_to_what_a_run_saves_after_a_return(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Later steps of the abandoned run do not take the places of its own; a warning names them."""
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 10, 20, 30)
+        manager.restore(numbered(0), step=30)
+    assert not warnings_in(caplog)
+    with CheckpointManager(tmp_path, keep=KeepLatest(3)) as manager:
+        manager.restore(numbered(0), step=10)
+        saved(manager, 12, 14, 16, 18)
+        manager.wait()
+        assert manager.all_steps() == [14, 16, 18, 20, 30]
+        saved(manager, 31)
+    assert manager.all_steps() == [20, 30, 31]
+    (warning,) = warnings_in(caplog)
+    assert "later steps: [20, 30]. A restart resumes from step 30" in warning
+    assert "discard_after(10)" in warning
+
+
+@pytest.mark.parametrize("parts", [(), ("weight",)])
+def test_later_steps_are_discarded_after_a_return(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    """Unfinished ones and the manager's own, too; a restart resumes from what stays."""
+    with CheckpointManager(tmp_path, parts=parts) as manager:
+        saved(manager, 10, 20, 30)
+    (tmp_path / (NAMES % 40)).mkdir()
+    with CheckpointManager(tmp_path, parts=parts) as manager:
+        manager.restore(numbered(0), step=10)
+        manager.save(50, numbered(50))
+        manager.discard_after(10)
+        assert os.listdir(tmp_path / (NAMES % 10))
+        assert sorted(os.listdir(tmp_path)) == [".nostall.lock", NAMES % 10]
+        saved(manager, 12, 14)
+    assert manager.all_steps() == [10, 12, 14]
+    with pytest.raises(OptionError, match="the manager is closed"):
+        manager.discard_after(12)
+
+
+def test_steps_are_not_discarded_by_mistake(tmp_path: Path) -> None:
+    """Not above a step that is not there, nor under a reader, which the error names."""
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 10, 20)
+        with pytest.raises(OptionError, match="step 5 is not committed"):
+            manager.discard_after(5)
+        with held(manager.path(20)), pytest.raises(WriteError, match="step 20 is being read"):
+            manager.discard_after(10)
+        assert manager.all_steps() == [10, 20]
 
 
 def test_what_a_crash_has_left_is_removed_by_the_next_save(tmp_path: Path) -> None:

@@ -104,6 +104,21 @@ def _warn_of_others(steps: StepDirectories) -> None:
         )
 
 
+def _warn_of_later(steps: StepDirectories, step: int) -> None:
+    """Warn of steps that a restart would restore in place of those of this run."""
+    later = [each for each in steps.listed() if each > step and steps.committed_at_s(each)]
+    if later:
+        _log.warning(
+            "step %d is restored, and %s has later steps: %s. A restart resumes from step %d. To"
+            " remove them, call discard_after(%d) of the manager",
+            step,
+            steps.root,
+            f"{later!r:.200}",
+            later[-1],
+            step,
+        )
+
+
 def _damage_of(steps: StepDirectories, step: int) -> DamagedCheckpointError | ReadError | None:
     for checkpoint in steps.checkpoints(step):
         found = verify(checkpoint)
@@ -155,6 +170,7 @@ def choose_step(
     if step is not None:
         about = _described(steps, step, hold)
         if isinstance(about, About):
+            _warn_of_later(steps, step)
             return about
         raise ReadError(
             f"step {step} has no complete checkpoint: {about.why}",

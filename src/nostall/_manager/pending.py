@@ -52,6 +52,8 @@ class PendingSaves:
         self._requests: deque[SaveHandle] = deque()
         """The save of each request, in order; a step in parts has several requests."""
         self._on_commit = on_commit
+        self._own: frozenset[int] = frozenset()
+        """Steps that were committed."""
         self.activity = Activity()
         """Replaced, never changed: another thread reads it."""
 
@@ -160,13 +162,15 @@ class PendingSaves:
     def _note_committed(self, handle: SaveHandle) -> None:
         self._requests.remove(handle)
         is_whole = handle.commit_part()
+        if is_whole:
+            self._own |= {handle.step}
         self._note_activity(handle.step if is_whole else self.activity.last)
         if is_whole:
             self._on_commit()
 
     def _note_activity(self, last: int | None) -> None:
         in_flight = frozenset(handle.step for handle in self._requests)
-        self.activity = Activity(in_flight=in_flight, last=last)
+        self.activity = Activity(in_flight=in_flight, last=last, own=self._own)
 
     @contextmanager
     def _settled(self) -> Iterator[None]:

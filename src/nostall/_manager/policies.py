@@ -165,6 +165,7 @@ def steps_to_keep(
     *,
     least: int,
     protected: Set[int] = frozenset(),
+    own: Set[int] = frozenset(),
 ) -> set[int]:
     """The steps that stay: those that any policy keeps, and those that must stay.
 
@@ -173,11 +174,16 @@ def steps_to_keep(
         policies: Without any, every step stays.
         least: How many stay at least, the highest ones if policies keep fewer; 1 or more.
         protected: Steps that stay whatever the policies say.
+        own: Steps that this run has saved. If another one is above them, the run has returned to an
+            earlier step: what policies keep of its own steps alone stays, too.
     """
     steps = [record.step for record in records]
     if not policies:
         return set(steps)
-    wanted = set(protected).union(*(policy.keeps(records) for policy in policies))
+    views = [records, [record for record in records if record.step in own]]
+    if not views[1] or views[1][-1] is records[-1]:
+        del views[1]
+    wanted = set(protected).union(*(policy.keeps(view) for view in views for policy in policies))
     kept = wanted.intersection(steps) | set(steps[-1:])
     for step in reversed(steps):
         if len(kept) >= least:

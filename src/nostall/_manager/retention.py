@@ -28,8 +28,10 @@ from nostall._model.threads import start_apart
 from nostall.errors import (
     DamagedCheckpointError,
     NostallError,
+    OptionError,
     SaveTimeoutError,
     UntrustedMetadataError,
+    WriteError,
 )
 
 _log = logging.getLogger("nostall")
@@ -47,6 +49,8 @@ class Activity:
     """Steps of saves that are not committed and have not failed."""
     last: int | None = None
     """The step that was committed last; not the highest one after a return to an earlier step."""
+    own: frozenset[int] = frozenset()
+    """All steps that the manager has committed."""
 
     @property
     def least(self) -> int:
@@ -192,7 +196,11 @@ class Retention:
         records = self._records.read(with_metrics=reads_metrics, with_times=times_count)
         activity = self._activity()
         kept = steps_to_keep(
-            records, self._policies, least=activity.least, protected=activity.protected
+            records,
+            self._policies,
+            least=activity.least,
+            protected=activity.protected,
+            own=activity.own,
         )
         left = {record.step for record in records}
         self._warn_of_unseen(records, removes=bool(left - kept))
@@ -202,6 +210,28 @@ class Retention:
                 left.discard(step)
                 removed.append(step)
         return removed
+
+    def discard_after(self, step: int) -> None:
+        """Remove all steps above a committed one, the highest first.
+
+        Raises:
+            OptionError: ``step`` is not committed.
+            WriteError: Storage refused, or a process reads a step: it stays.
+        """
+        if self._steps.committed_at_s(step) is None:
+            raise OptionError(
+                f"step {step} is not committed",
+                path=self._steps.path(step),
+                hint="pass the step that was restored",
+            )
+        for later in reversed(self._steps.listed()):
+            if later > step and not self._remove(later):
+                raise WriteError(
+                    f"step {later} is being read by another process",
+                    phase="remove",
+                    path=self._steps.path(later),
+                    hint="call discard_after again when that process is done",
+                )
 
     def _warn_of_unseen(self, records: Sequence[StepRecord], *, removes: bool) -> None:
         """Warn once of a metric that a policy reads and no step has.
