@@ -15,9 +15,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from typing_extensions import Self
 
@@ -119,6 +120,9 @@ class CheckpointManager:
         alone: Whether this process is a job of its own, with its own root, although a launcher has
             set ``RANK`` and ``WORLD_SIZE``. Without effect once a process group is initialised;
             a group of one rank as ``process_group`` says the same then.
+        on_error: ``"warn"`` logs the error of a failed save as a warning, where ``"raise"`` raises
+            it from the next call of the manager. A handle's :meth:`SaveHandle.result` raises it
+            in both cases.
 
     Raises:
         OptionError: An argument is not possible; or ``root`` is a step, or is, or is below, a
@@ -137,6 +141,7 @@ class CheckpointManager:
         process_group: dist.ProcessGroup | None = None,
         writer: Callable[[str], FileSystemWriterAsync] = FileSystemWriterAsync,
         alone: bool = False,
+        on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         require_members(process_group, 0)
         require_writer(writer)
@@ -152,7 +157,7 @@ class CheckpointManager:
         self._is_closed = False
         self._make_writer = writer
         self._caches = [CheckpointMetadataCache() for _ in range(self._steps.count)]
-        self._pending = PendingSaves(process_group, self._on_commit)
+        self._pending = PendingSaves(process_group, self._on_commit, on_error)
         self._retention = Retention(self._steps, policies, lambda: self._pending.activity)
         self._has_root = False
         """Whether rank 0 has locked the root, as all ranks know."""
@@ -174,7 +179,7 @@ class CheckpointManager:
     # --- saving -------------------------------------------------------------------------------
 
     def should_save(self, step: int) -> bool:
-        """Whether to save this step. Commits the saves that are done, as :meth:`poll` does.
+        """Whether to save this step. If not, commits the saves that are done, as :meth:`poll` does.
 
         Collective: call it after every step. With a time as ``save_every``, rank 0's clock decides.
 
@@ -185,15 +190,18 @@ class CheckpointManager:
         """
         self._require_open()
         self._require_group()
-        self.poll()
         if self._save_every is None:
             raise OptionError("save_every was not given", hint="pass it, or decide in the loop")
         self._require_root()
         if isinstance(self._save_every, int):
-            return step > 0 and step % self._save_every == 0
-        coordination = self._coordination()
-        is_time = time.monotonic() - self._saved_at_s >= self._save_every.total_seconds()
-        return coordination.maximum([int(is_time and coordination.is_coordinator)]) == [1]
+            is_due = step > 0 and step % self._save_every == 0
+        else:
+            coordination = self._coordination()
+            is_time = time.monotonic() - self._saved_at_s >= self._save_every.total_seconds()
+            is_due = coordination.maximum([int(is_time and coordination.is_coordinator)]) == [1]
+        if not is_due:  # an error here would keep the caller from this save, which polls itself
+            self.poll()
+        return is_due
 
     def save(
         self,
@@ -216,8 +224,9 @@ class CheckpointManager:
             extra: Anything that can be pickled; each rank has its own.
 
         Raises:
-            CheckpointException: A rank could not plan this save, or an earlier save failed; raised
-                on every rank. With several ranks also if a state or metrics are not possible.
+            CheckpointException: A rank could not plan this save; or an earlier save failed, and
+                this one has begun; raised on every rank. With several ranks also if a state or
+                metrics are not possible.
             OptionError: Another argument is not possible, or one of these in a single process; the
                 manager is closed, a process group is missing, or another process of this machine
                 saves below the root.
@@ -229,13 +238,27 @@ class CheckpointManager:
         # Before anything is written. Several ranks learn of an error when they plan.
         if self._coordination().world_size == 1:
             self._validated_metrics(state, metrics)
-        self.poll()
+        try:
+            self.poll()
+        except CheckpointException:  # of an earlier save, which costs this one nothing
+            self._begin_save(step, state, metrics, extra)
+            raise
+        return self._begin_save(step, state, metrics, extra)
+
+    def _begin_save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        extra: object,
+    ) -> SaveHandle:
         self._enter(step)
         paths = self._steps.checkpoints(step)
         writers = [self._make_writer(path) for path in paths]
         handle = SaveHandle(step, self._steps.path(step), writers, self._pending.wait)
         planner, items = self._captured(state, step, metrics, extra)
-        self._pending.start(handle, writers, items, planner, self._caches)
+        with self._pending.reported():
+            self._pending.start(handle, writers, items, planner, self._caches)
         self._saved_at_s = time.monotonic()
         return handle
 
@@ -347,8 +370,8 @@ class CheckpointManager:
         """Commit the saves that all ranks have written, without waiting. Collective.
 
         Raises:
-            CheckpointException: A save failed on some rank; raised on every rank. Its step has no
-                checkpoint, or still the one that it had.
+            CheckpointException: A save failed on some rank; raised on every rank, unless
+                ``on_error`` is ``"warn"``. Its step has no checkpoint, or still the one it had.
         """
         self._pending.poll()
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -46,6 +46,7 @@ from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
 from support import loaded
 from support.training import Job, disturb
+from support.waiting import wait_until
 
 NAMES = "step-%09d"
 
@@ -908,6 +909,46 @@ def test_a_failed_save_is_raised_and_costs_nothing_else(tmp_path: Path) -> None:
     assert manager.all_steps() == [3]
 
 
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_the_save_after_a_failed_one_is_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, on_error: Literal["raise", "warn"]
+) -> None:
+    """Whether the loop catches the error, or asked for a warning; the handle has it, too."""
+    manager = CheckpointManager(tmp_path, save_every=1, on_error=on_error)
+    with inject(Fault.errno("chunk", errno.ENOSPC)):
+        failing = manager.save(1, numbered(1))
+        wait_until(manager._pending._queue._calls[0].outcome.done)
+    reported = []
+    for step in (2, 3):
+        try:
+            if manager.should_save(step):
+                manager.save(step, numbered(step))
+        except CheckpointException as error:
+            reported.append(str(error))
+    manager.close()
+    assert manager.all_steps() == [2, 3]
+    assert ["No space" in each for each in reported] == [True] * (on_error == "raise")
+    assert ("a save has failed" in caplog.text) == (on_error == "warn")
+    with pytest.raises(CheckpointException, match="No space"):
+        failing.result()
+
+
+def test_a_save_that_cannot_begin_is_a_warning_on_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its handle has the error; wrong arguments are errors as before."""
+    (tmp_path / (NAMES % 1)).write_text("a file where the step belongs")
+    with CheckpointManager(tmp_path, on_error="warn") as manager:
+        failing = manager.save(1, numbered(1))
+        saved(manager, 2)
+        with pytest.raises(OptionError):
+            manager.save(-1, numbered(1))
+    assert "a save has failed" in caplog.text
+    with pytest.raises(CheckpointException, match="cannot make the checkpoint directory"):
+        failing.result()
+    assert manager.all_steps() == [2]
+
+
 def test_an_object_that_cannot_be_saved_is_an_error_of_the_save(tmp_path: Path) -> None:
     """On every rank, with its cause; the manager goes on."""
 
@@ -1036,6 +1077,7 @@ def test_impossible_arguments_are_refused(tmp_path: Path, what: str) -> None:
     [
         ("keep", [3, [3], "latest", KeepLatest, [KeepLatest]], "KeepLatest(3)"),
         ("save_every", [0, -1, 1.5, "10", timedelta(0)], "at least 1"),
+        ("on_error", ["ignore", None], '"raise" or "warn"'),
         ("metrics", [["loss"], "loss", 3], '{"loss": "min"}'),
         ("mode", [{"loss": "least"}, {"loss": 1}], '"min" or "max"'),
         ("parts", [3, None], '("model", "optimizer")'),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,13 +17,15 @@ from nostall._manager.handles import SaveHandle
 from nostall._manager.retention import Activity
 from nostall._model.interrupts import uninterrupted
 from nostall.core import AsyncCallsQueue, AsyncRequest
-from nostall.errors import SaveAbortedError
+from nostall.errors import OptionError, SaveAbortedError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+
+_log = logging.getLogger("nostall")
 
 
 class FailingPlanner(DefaultSavePlanner):
@@ -42,16 +45,28 @@ class PendingSaves:
     Args:
         process_group: The ranks that save together.
         on_commit: Called on every rank when all checkpoints of a step are committed.
+        on_error: Whether the error of a failed save is raised, or logged.
+
+    Raises:
+        OptionError: ``on_error`` is neither.
     """
 
     def __init__(
-        self, process_group: dist.ProcessGroup | None, on_commit: Callable[[], object]
+        self,
+        process_group: dist.ProcessGroup | None,
+        on_commit: Callable[[], object],
+        on_error: Literal["raise", "warn"],
     ) -> None:
+        if on_error not in ("raise", "warn"):
+            raise OptionError(
+                f"on_error={on_error!r:.200} is not possible", hint='use "raise" or "warn"'
+            )
         self._group = process_group
         self._queue = AsyncCallsQueue(process_group=process_group)
         self._requests: deque[SaveHandle] = deque()
         """The save of each request, in order; a step in parts has several requests."""
         self._on_commit = on_commit
+        self._on_error = on_error
         self._own: frozenset[int] = frozenset()
         """Steps that were committed."""
         self.activity = Activity()
@@ -127,7 +142,7 @@ class PendingSaves:
         Raises:
             CheckpointException: A save failed on some rank; raised on every rank.
         """
-        with self._settled():
+        with self.reported(), self._settled():
             self._queue.poll()
 
     def wait(self, timeout: float | None) -> None:
@@ -140,7 +155,7 @@ class PendingSaves:
         first: CheckpointException | None = None
         while before := self._queue.pending:
             try:
-                with self._settled():
+                with self.reported(), self._settled():
                     self._queue.wait(timeout)
             except CheckpointException as error:
                 if self._queue.pending == before:
@@ -148,6 +163,16 @@ class PendingSaves:
                 first = first or error
         if first is not None:
             raise first
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """A block that raises the error of a failed save, or logs it, as the caller has chosen."""
+        try:
+            yield
+        except CheckpointException as error:
+            if self._on_error == "raise":
+                raise
+            _log.warning("a save has failed; training goes on: %s", error)
 
     def finish_after(self, kind: Any, error: BaseException, trace: Any) -> None:
         """Commit what can be committed after an exception, as the queue does; abort the rest."""
