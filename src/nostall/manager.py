@@ -51,7 +51,7 @@ from nostall._manager.retention import Records, Retention
 from nostall._manager.stand_ins import Unavailable
 from nostall._manager.steps import StepDirectories
 from nostall._queue.finalizing import together
-from nostall._ranks.group import Coordination, coordination_for, require_members
+from nostall._ranks.group import Coordination, coordination_for, require_members, require_numpy
 from nostall._storage.destination import place_of, require_directory
 from nostall.errors import NostallError, OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -228,8 +228,8 @@ class CheckpointManager:
                 this one has begun; raised on every rank. With several ranks also if a state or
                 metrics are not possible.
             OptionError: Another argument is not possible, or one of these in a single process; the
-                manager is closed, a process group is missing, or another process of this machine
-                saves below the root.
+                manager is closed; a process group, or NumPy for it, is missing; or another process
+                of this machine saves below the root.
             SaveTimeoutError: Storage does not answer rank 0; raised on every rank.
         """
         self._require_open()
@@ -313,7 +313,8 @@ class CheckpointManager:
     def _validated_metrics(
         self, state: Mapping[str, Any], metrics: Mapping[str, float] | None
     ) -> dict[str, float]:
-        """The metrics as numbers, once they and the state are known to be possible."""
+        """The metrics as numbers, once they, the state, and a later restore are possible."""
+        require_numpy()  # before a job trains for what it could not restore
         require_state(state, self._steps.parts)
         return numbers_of(metrics or {})
 

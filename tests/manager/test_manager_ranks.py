@@ -140,12 +140,25 @@ def test_a_model_on_the_meta_device_is_refused_on_ranks(found: Found) -> None:
 
 
 @pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
-def test_restoring_without_numpy_says_so(found: Found, where: str) -> None:
-    """Ranks save without it, but torch loads with it; one without it is an error on all."""
-    for rank, each in enumerate(facts["without_numpy"][where] for facts in found):
+def test_a_job_without_numpy_is_told_at_once(found: Found, where: str) -> None:
+    """Ranks could save without it, but torch loads with it; one without it is an error on all."""
+    for rank, (restore, save) in enumerate(facts["without_numpy"][where] for facts in found):
         of_another = where == "on rank 1" and rank == 0
-        assert each.startswith("CheckpointException" if of_another else "OptionError")
-        assert "pip install numpy" in each
+        assert restore.startswith("CheckpointException" if of_another else "OptionError")
+        assert save.startswith("CheckpointException")
+        assert "pip install numpy" in restore
+        assert "pip install numpy" in save
+    assert found[0]["without_numpy"]["steps"] == [1]
+
+
+@pytest.mark.parametrize("how", ["raise", "warn"])
+def test_a_failure_on_one_rank_costs_no_other_step(found: Found, how: str) -> None:
+    """The loop saves on; each failure is reported once, or logged. Handles have the errors."""
+    for facts in (each["going_on"][how] for each in found):
+        assert facts["steps"] == [2, 3, 4, 5]
+        assert len(facts["errors"]) == (2 if how == "raise" else 0)
+        assert "No space" in facts["handle"]
+        assert facts["discarded"] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("call", ["restore", "save"])

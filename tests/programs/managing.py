@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
@@ -50,6 +51,7 @@ def everything(out: Path) -> Facts:
         factored,
         on_meta,
         without_numpy,
+        going_on,
     ]
     found = {}
     for scenario in scenarios:
@@ -218,6 +220,7 @@ def stuck(out: Path) -> Facts:
         storage.answer()
     nostall.configure(EngineOptions())
     manager.save(2, state)
+    manager.close()
     manager.close()
     return {**found, "steps": manager.all_steps()}
 
@@ -445,13 +448,52 @@ def without_numpy(out: Path) -> Facts:
         raise RuntimeError("Numpy is not available")
 
     state = {"weight": torch.ones(3)}
-    found = {}
+    manager = CheckpointManager(out)
+    manager.save(1, state).result()
+    found: Facts = {}
     for where, is_here in (("everywhere", True), ("on rank 1", dist.get_rank() == 1)):
         with patch.object(torch.Tensor, "numpy", unavailable) if is_here else nullcontext():
-            with CheckpointManager(out) as manager:
-                manager.save(1, state)
-            found[where] = _error_of(lambda: manager.restore(state))
-    return found
+            found[where] = [
+                _error_of(partial(manager.restore, state)),
+                _error_of(partial(manager.save, 2, state)),
+            ]
+    manager.close()
+    return {**found, "steps": manager.all_steps()}
+
+
+def going_on(out: Path) -> Facts:
+    """With errors, and with warnings."""
+    return {how: _going_on(out / how, how) for how in ("raise", "warn")}
+
+
+def _going_on(out: Path, how: Any) -> Facts:
+    """A write fails on rank 1, a plan on both; then later steps are discarded."""
+    rank = dist.get_rank()
+    state: Facts = {f"of {rank}": torch.full((9,), float(rank))}
+    manager = CheckpointManager(out, save_every=1, on_error=how)
+    with inject(*([Fault.errno("chunk", 28)] if rank == 1 else [])):
+        handle = manager.save(1, state)
+        wait_until(manager._pending._queue._calls[0].outcome.done)
+
+    def save(step: int) -> None:
+        dist.barrier()
+        assert manager.should_save(step)
+        manager.save(step, state)
+
+    broken: Facts = {**state, "object": _Broken()} if rank == 1 else state
+    errors = [_error_of(partial(save, step)) for step in range(2, 6)]
+    errors += [_error_of(lambda: manager.save(6, broken)), _error_of(manager.wait)]
+    steps = manager.all_steps()
+    manager.restore(state, 3)
+    manager.discard_after(3)
+    manager.save(4, state)
+    manager.close()
+    return {
+        "errors": [each for each in errors if each != "none"],
+        "steps": steps,
+        "handle": _error_of(handle.result),
+        "discarded": manager.all_steps(),
+    }
 
 
 # --- killed ---------------------------------------------------------------------------------------

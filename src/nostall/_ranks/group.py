@@ -279,14 +279,14 @@ def _look_for_numpy() -> None:
 
 
 def require_numpy() -> None:
-    """Require it for a load with a process group: torch sends objects between ranks with it.
+    """Require NumPy where there is a process group: ``dcp.load`` sends objects with it.
 
     Raises:
         OptionError: torch cannot use it.
     """
     if dist.is_available() and dist.is_initialized() and not _torch.has_numpy():
         raise OptionError(
-            "torch cannot use NumPy, without which dcp.load fails with a process group",
+            "torch cannot use NumPy, without which no step can be restored with a process group",
             hint="pip install numpy",
         )
 
