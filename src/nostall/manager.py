@@ -31,6 +31,7 @@ from nostall._manager.arguments import (
     policies_of,
     require_group,
     require_writer,
+    root_of,
 )
 from nostall._manager.choosing import agreed, choose_step, choose_verified
 from nostall._manager.contents import About, PerRank, capture, require_state
@@ -52,7 +53,7 @@ from nostall._manager.stand_ins import Unavailable
 from nostall._manager.steps import StepDirectories
 from nostall._queue.finalizing import together
 from nostall._ranks.group import Coordination, coordination_for, require_members, require_numpy
-from nostall._storage.destination import place_of, require_directory
+from nostall._storage.destination import require_directory
 from nostall.errors import NostallError, OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import require_integer
@@ -148,7 +149,7 @@ class CheckpointManager:
         policies = policies_of(keep)
         self._save_every = interval_of(save_every)
         self._better = better_of(policies, metrics or {})
-        self._steps = StepDirectories(place_of(root), parts_of(parts))
+        self._steps = StepDirectories(root_of(root), parts_of(parts))
         self._steps.look(self._require_root_of_steps)
         self._records = Records(self._steps)
         self._lock = RootLock(self._steps.root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import pickle
 import shutil
@@ -53,6 +54,16 @@ NAMES = "step-%09d"
 
 class OfAnotherPlanner:
     """What nostall does not know."""
+
+
+class OfItsOwn:
+    """Its state cannot be pickled."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"f": lambda: None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
 
 
 def numbered(step: int) -> dict[str, Any]:
@@ -1057,10 +1068,14 @@ REFUSED: dict[str, Callable[[Path], object]] = {
 
 
 def test_what_cannot_be_pickled_is_refused_with_its_step(tmp_path: Path) -> None:
-    """With the step, and what to leave out."""
+    """With the step, its key, and what to leave out."""
     with CheckpointManager(tmp_path) as manager:
-        with pytest.raises(CheckpointException, match=r"step 7: extra, .*cannot be pickled"):
+        with pytest.raises(CheckpointException, match=r"step 7: extra cannot be pickled"):
             manager.save(7, {"weight": torch.ones(1)}, extra=lambda: None)
+        for value in ({"f": [lambda: None]}, PerRank(OfItsOwn())):
+            state = {"weight": torch.ones(1), "plain": {"a": 1}, "config": value}
+            with pytest.raises(CheckpointException, match="the state of 'config' cannot be pickl"):
+                manager.save(7, state)
         manager.save(8, {"weight": torch.ones(1)}, extra="plain").result()
 
 
@@ -1077,6 +1092,7 @@ def test_impossible_arguments_are_refused(tmp_path: Path, what: str) -> None:
     [
         ("keep", [3, [3], "latest", KeepLatest, [KeepLatest]], "KeepLatest(3)"),
         ("save_every", [0, -1, 1.5, "10", timedelta(0)], "at least 1"),
+        ("save_every", ["10m"], "timedelta(minutes=10)"),
         ("on_error", ["ignore", None], '"raise" or "warn"'),
         ("metrics", [["loss"], "loss", 3], '{"loss": "min"}'),
         ("mode", [{"loss": "least"}, {"loss": 1}], '"min" or "max"'),
@@ -1098,6 +1114,21 @@ def test_a_wrong_argument_of_a_manager_is_named(
         assert hint in str(raised.value)
         shown = next(iter(value.values())) if argument == "mode" else value
         assert repr(shown).strip("[]") in str(raised.value)
+
+
+def test_swapped_arguments_do_not_print_the_state(tmp_path: Path) -> None:
+    """A message is short, however large a model is."""
+    wrong: Any = {"model": nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))}
+    with pytest.raises(OptionError, match=r"step=\{'model'") as raised:
+        CheckpointManager(tmp_path).save(wrong, 1)  # type: ignore[arg-type]
+    assert len(str(raised.value)) < 400
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody wants a directory of that name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for root in ("~/runs", Path("~") / "runs"):
+        assert CheckpointManager(root).path(1) == str(tmp_path / "runs" / (NAMES % 1))
 
 
 def test_wrong_arguments_of_restore_are_refused(tmp_path: Path) -> None:
@@ -1316,6 +1347,19 @@ def test_a_misspelt_metric_is_a_warning_after_the_first_save(
         assert "they have ['loss']" in caplog.text
         saved(manager, 2, metrics={"loss": 0.75})
     assert caplog.text.count("by which KeepBest keeps") == 1
+
+
+def test_a_metric_that_is_nan_is_not_called_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The warning says what it is; so does the step."""
+    with CheckpointManager(tmp_path, keep=[KeepLatest(1), KeepBest(1, "loss")]) as manager:
+        saved(manager, 1, metrics={"loss": float("nan")})
+        manager.wait()
+        assert "they have ['loss=nan']" in caplog.text
+        restored = manager.restore(numbered(0))
+        assert restored is not None
+        assert math.isnan(restored.metrics["loss"])
 
 
 def test_steps_without_any_metrics_are_a_warning_when_one_is_removed(

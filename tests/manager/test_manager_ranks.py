@@ -201,6 +201,13 @@ def test_on_fewer_ranks_than_have_saved(
     assert "'loader' was saved by more ranks than restore it" in caplog.text
 
 
+def test_a_save_on_rank_0_alone_says_where_to_call_it(tmp_path: Path) -> None:
+    """Not only what gloo says."""
+    error, _ = run_ranks(2, "managing:alone", tmp_path, check=False)
+    assert error.startswith("RankLostError")
+    assert "save, are made on every rank, not on rank 0 alone" in error
+
+
 def test_a_killed_job_resumes_from_the_last_commit(tmp_path: Path) -> None:
     """SIGKILL of all ranks in the middle of a save; the next job tidies up."""
     with pytest.raises(RanksFailed):

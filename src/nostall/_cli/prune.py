@@ -26,6 +26,7 @@ from nostall._manager.policies import (
     KeepLatest,
     Policy,
     StepRecord,
+    metrics_in,
     unseen_metrics,
 )
 from nostall._model.wording import counted
@@ -152,7 +153,7 @@ def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, l
     ]
     unseen = unseen_metrics(policies, records)
     if unseen and records:
-        has = sorted({name for record in records for name in record.metrics})
+        has = sorted(metrics_in(records))
         raise OptionError(
             f"no checkpoint has a metric named {', '.join(unseen)}",
             hint=f"metrics found: {', '.join(has)}" if has else "a CheckpointManager saves metrics",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -11,8 +10,19 @@ from typing import Any
 import torch.distributed as dist
 
 from nostall._manager.policies import Better, KeepBest, Policy, require_better
+from nostall._storage.destination import place_of, require_possible
 from nostall.errors import OptionError
 from nostall.options import require_integer
+
+
+def root_of(root: str | os.PathLike[str]) -> str:
+    """The place of a root; ``~`` at its beginning is the home directory.
+
+    Raises:
+        OptionError: As :func:`place_of`.
+    """
+    require_possible(root)
+    return place_of(os.path.expanduser(root))
 
 
 def require_writer(writer: object) -> None:
@@ -57,7 +67,11 @@ def interval_of(save_every: int | timedelta | None) -> int | timedelta | None:
     """
     if save_every is None or (isinstance(save_every, timedelta) and save_every > timedelta(0)):
         return save_every
-    return require_integer("save_every", save_every, at_least=1)
+    try:
+        return require_integer("save_every", save_every, at_least=1)
+    except OptionError as error:
+        hint = f"{error.hint}; or a time, such as datetime.timedelta(minutes=10)"
+        raise OptionError(error.message, hint=hint) from None
 
 
 def better_of(policies: Iterable[Policy], metrics: Mapping[str, Better]) -> dict[str, Better]:
@@ -77,18 +91,17 @@ def better_of(policies: Iterable[Policy], metrics: Mapping[str, Better]) -> dict
 
 
 def numbers_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics as Python numbers, also from NumPy and from tensors of one element; without NaN.
+    """Metrics as Python numbers, also from NumPy and from tensors of one element.
 
     Raises:
         OptionError: A value is not a number.
     """
     try:
-        numbers = {str(name): float(value) for name, value in metrics.items()}
+        return {str(name): float(value) for name, value in metrics.items()}
     except (ArithmeticError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise OptionError(
             f"metrics={metrics!r:.200} is not possible: {error}", hint='use {"loss": 0.5}'
         ) from error
-    return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
 def require_group(root: str) -> None:

@@ -185,7 +185,7 @@ def capture(
         raise
     except Exception as error:  # whatever a user's object raises
         raise OptionError(
-            f"step {step}: extra, or the state of an object, cannot be pickled:"
+            f"step {step}: {_unpicklable(exact)} cannot be pickled:"
             f" {type(error).__name__}: {error}",
             hint="leave out what belongs to this process, such as locks, files and lambdas",
         ) from error
@@ -270,6 +270,15 @@ def _pickled(content: object, named: Mapping[str, Any]) -> bytes:
     stream = io.BytesIO()
     _Pickler(stream, names).dump(content)
     return stream.getvalue()
+
+
+def _unpicklable(exact: Mapping[str, Any]) -> str:
+    for key, value in exact.items():
+        try:
+            _pickled(value, exact)
+        except Exception:  # whatever a user's object raises
+            return f"the state of {key!r}"
+    return "extra"
 
 
 class _Pickler(pickle.Pickler):

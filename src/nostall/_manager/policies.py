@@ -153,10 +153,19 @@ def best_first(records: Iterable[StepRecord], metric: str, mode: Better) -> list
 
 
 def unseen_metrics(policies: Iterable[Policy], records: Sequence[StepRecord]) -> list[str]:
-    """The metrics of ``KeepBest`` policies that no step has, such as one with a misspelt name."""
-    seen = {name for record in records for name in record.metrics}
+    """The metrics of ``KeepBest`` policies that no step has, such as one with a misspelt name.
+
+    One that is NaN in all steps is among them.
+    """
+    seen = metrics_in(records)
     read = {policy.metric for policy in policies if isinstance(policy, KeepBest)}
     return sorted(read - seen)
+
+
+def metrics_in(records: Iterable[StepRecord]) -> set[str]:
+    """The names of the metrics that steps have; ``name=nan`` where one is NaN."""
+    found = (each for record in records for each in record.metrics.items())
+    return {f"{name}=nan" if math.isnan(value) else name for name, value in found}
 
 
 def steps_to_keep(

@@ -18,6 +18,7 @@ from nostall._manager.contents import read_about
 from nostall._manager.policies import (
     Policy,
     StepRecord,
+    metrics_in,
     reads_times,
     steps_to_keep,
     unseen_metrics,
@@ -239,7 +240,7 @@ class Retention:
         If no step has any metrics, as before the first evaluation, only when one is removed.
         """
         unseen = unseen_metrics(self._policies, records)
-        has = sorted({name for record in records for name in record.metrics})
+        has = sorted(metrics_in(records))
         if self._has_warned or not unseen or not (has or removes):
             return
         self._has_warned = True

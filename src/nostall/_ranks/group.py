@@ -161,7 +161,8 @@ class TorchGroup:
             raise RankLostError(
                 f"ranks can no longer communicate: {error}",
                 rank=self.rank,
-                hint="another rank has ended or does not take part; its own log says why",
+                hint="another rank exited or stopped participating; see its log. Collective calls,"
+                " such as save, are made on every rank, not on rank 0 alone",
             ) from error
 
     def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
