@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -1323,6 +1324,22 @@ def test_listing_opens_no_file(tmp_path: Path) -> None:
     with patch("builtins.open", side_effect=AssertionError), patch("os.open", side_effect=OSError):
         assert manager.all_steps() == list(range(1000))
         assert manager.latest_step() == 999
+
+
+def test_many_keys_are_restored_in_linear_time(tmp_path: Path) -> None:
+    """Ten times as many take about ten times as long, not a hundred."""
+
+    def cost_s(keys: int) -> float:
+        state: dict[str, Any] = {f"key {each}": {"number": each} for each in range(keys)}
+        with CheckpointManager(tmp_path / str(keys)) as manager:
+            manager.save(1, state).result()
+            state["key 0"]["number"] = -1
+            begun_s = time.process_time()
+            manager.restore(state)
+            assert state["key 0"] == {"number": 0}
+            return time.process_time() - begun_s
+
+    assert cost_s(3000) < 25 * cost_s(300)
 
 
 def test_a_writer_of_ones_own(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import warnings
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,10 +130,9 @@ class Restoration:
         number: int,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """A tensor for each saved one of an exact object: the present one, or a new one."""
-        metadata = self.metadata[number]
-        for name, entry in metadata.state_dict_metadata.items():
-            path = (metadata.planner_data or {}).get(name, ())
-            if path[:1] == (key,) and isinstance(entry, TensorStorageMetadata):
+        for name, path in self._paths[number][key]:
+            entry = self.metadata[number].state_dict_metadata.get(name)
+            if isinstance(entry, TensorStorageMetadata):
                 parameter = parameter_at(path, parameters)
                 made = self._template(name, entry, present.get(name), parameter)
                 if made is None:
@@ -170,6 +170,16 @@ class Restoration:
         if isinstance(parameter, DTensor) and known is None and size:
             return None
         return torch.empty(size, dtype=dtype)
+
+    @cached_property
+    def _paths(self) -> list[defaultdict[str, list[tuple[str, tuple[Any, ...]]]]]:
+        """Names and paths of what was saved, by the key of the state; for each checkpoint."""
+        found: list[defaultdict[str, list[tuple[str, tuple[Any, ...]]]]] = []
+        for metadata in self.metadata:
+            found.append(defaultdict(list))
+            for name, path in (metadata.planner_data or {}).items():
+                found[-1][path[0]].append((name, path))
+        return found
 
     def load(self, process_group: dist.ProcessGroup | None) -> None:
         """Read the values; returns when all ranks have. Collective.
