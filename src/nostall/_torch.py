@@ -8,10 +8,11 @@ below, in two groups. If a name of the first is missing, importing nostall raise
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan
@@ -110,6 +112,7 @@ local_tensor_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 
 METADATA_NAME: str = _metadata_fn
 DCP_VERSION: str = CURRENT_DCP_VERSION
+_ASYNC_SAVE = inspect.unwrap(dcp.async_save).__code__
 REBUILDS_TYPED = "torch._utils", "_rebuild_tensor_v2"
 """The function that pickles of ``torch.save`` call for a tensor of a dtype with a typed storage."""
 REBUILDS_UNTYPED = "torch._utils", "_rebuild_tensor_v3"
@@ -438,6 +441,14 @@ def device_for_collectives(group: dist.ProcessGroup | None) -> torch.device:
         return torch.device("cpu")
     kind = min(types)
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def arguments_of_async_save() -> Mapping[str, Any]:
+    """Arguments of the ``dcp.async_save`` call that is running this; empty outside of one."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not _ASYNC_SAVE:
+        frame = frame.f_back
+    return {} if frame is None else frame.f_locals
 
 
 def forget_checkpoint_process() -> None:

@@ -32,7 +32,7 @@ from nostall._engine import default_engine
 from nostall._plan.items import require_representable
 from nostall._queue.at_exit import report_loss
 from nostall._queue.preemption import preemption
-from nostall._ranks.group import coordination_for
+from nostall._ranks.group import SingleProcess, coordination_for
 from nostall._save.coordinator import commit_results
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.session import Beside
@@ -59,12 +59,6 @@ class _ResultsQueue(queue.SimpleQueue[Any]):
 
 _results_queue: _ResultsQueue | None = None
 """Frameworks look for it; each save of nostall has its own channel instead."""
-
-
-def _rank_among_peers() -> int | None:
-    """This rank; ``None`` if it is the only one."""
-    ranks = coordination_for(None)
-    return ranks.rank if ranks.world_size > 1 else None
 
 
 def get_write_results_queue(mp_mode: str = "spawn") -> queue.SimpleQueue[Any]:
@@ -312,7 +306,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             ReservationError: There is not enough host memory.
         """
         self._rank_save.settings = settings_of(self, self._own)
-        return self._rank_save.stage(state_dict, rank=_rank_among_peers())
+        call = _torch.arguments_of_async_save()
+        alone = call.get("no_dist", False)
+        ranks = SingleProcess() if alone else coordination_for(call.get("process_group"))
+        return self._rank_save.stage(state_dict, ranks)
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when tensors may be changed; at once without overlapped staging.

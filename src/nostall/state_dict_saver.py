@@ -38,7 +38,7 @@ from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.rank_save import RankSave
 from nostall._save.split_commit import commit_split_save
 from nostall._save.split_plan import SaveSession, plan_save, session_of
-from nostall.errors import OptionError, RankLostError, SaveAbortedError, SaveTimeoutError
+from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 
 __all__ = [
@@ -243,11 +243,8 @@ def _end_without_the_others(save: RankSave, session: SaveSession) -> None:
         _end(save, session, ending)
         return
     save.discard(is_certain=False)
-    raise RankLostError(
-        f"the process group of {session.ranks.world_size} ranks that saved together is gone",
-        rank=save.settings.rank,
-        phase="collect",
-        path=save.settings.directory,
+    raise session.ranks.lost(
+        save.settings.directory,
         hint="finalise saves, or close the queue, before destroy_process_group()",
     )
 

@@ -190,6 +190,27 @@ def test_memory_that_one_rank_lacks_fails_dcp_async_save_on_every_rank(
             assert report["seconds"] < SOON_S
 
 
+def test_an_async_save_whose_process_group_is_destroyed_fails(tmp_path: Path) -> None:
+    """Ranks that were to save together do not save alone: each would publish its own keys only.
+
+    A save that was alone when it was called is not concerned.
+    """
+    for rank, reports in enumerate(
+        run_ranks(2, "faults:saves_begun_without_their_group", tmp_path / "ranks")
+    ):
+        for title in ("blocking", "overlapped", "a group"):
+            report = reports[title]
+            (failure,) = report["failures"].values()
+            assert (failure["kind"], failure["rank"]) == ("RankLostError", rank)
+            assert "group of 2 ranks" in failure["message"]
+            assert "before destroy_process_group()" in report["text"]
+            assert report["committed"] is (title == "blocking")
+        assert reports["previous loads"] is True
+        for title in ("alone", "in a group of one"):
+            assert reports[f"{title} {rank}"]["failures"] == {}
+            assert reports[f"{title} {rank}"]["committed"] is True
+
+
 @pytest.mark.parametrize("way", ["save_now", "save_async", "save_split"])
 def test_ranks_that_save_to_different_directories_raise(
     other_faults: list[dict[str, Report]], way: str

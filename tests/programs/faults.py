@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +355,54 @@ def dcp_scenes(out: Path) -> dict[str, Any]:
         report["next loads"] = loads_as(path, rank_state(seed=3))
         results[name] = report
     return results
+
+
+class Late(FileSystemWriterAsync):
+    """Its save begins when ``begin`` is called, as if the thread that saves were late."""
+
+    begin: Callable[[], None]
+
+    def stage(self, state_dict: State) -> Any:
+        staged: Future[Any] = Future()
+        copied = super().stage(state_dict)
+        self.begin = lambda: staged.set_result(getattr(copied, "result", lambda: copied)())
+        return staged
+
+
+def saves_begun_without_their_group(out: Path) -> dict[str, Any]:
+    """``dcp.async_save``, then ``destroy_process_group()``, before the thread that saves runs."""
+    reports: dict[str, Any] = {}
+    rank = dist.get_rank()
+    save_now(out / "blocking", 1)
+
+    def begin_late(
+        title: str,
+        staging: StagingMode = "blocking",
+        *,
+        members: list[int] | None = None,
+        no_dist: bool = False,
+    ) -> None:
+        group: Any = members and dist.new_group(members, use_local_synchronization=True)
+        writer = Late(out / title, staging=staging)
+        saving: Any = dcp.async_save(
+            rank_state(2), storage_writer=writer, process_group=group, no_dist=no_dist
+        )
+        dist.barrier()
+        dist.destroy_process_group()
+        writer.begin()
+        report = outcome_of(lambda: saving.upload_completion.result(60))
+        report["committed"] = nostall.is_complete(out / title)
+        reports[title] = report
+        store = dist.FileStore(str(out / f"store {len(reports)}"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+    begin_late("blocking")
+    begin_late("overlapped", staging="overlapped")
+    begin_late("a group", members=[0, 1])
+    begin_late(f"alone {rank}", no_dist=True)
+    begin_late(f"in a group of one {rank}", members=[rank])
+    reports["previous loads"] = loads_as(out / "blocking", rank_state(1))
+    return reports
 
 
 class OnlyTensors(DefaultSavePlanner):

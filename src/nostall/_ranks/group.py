@@ -309,21 +309,39 @@ class Membership:
     """The ranks of a process group, which may be destroyed while a save is under way.
 
     Args:
-        world_size: How many they are.
+        ranks: The port to them, which this does not keep.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, ranks: Coordination) -> None:
+        self.rank, self.world_size = ranks.rank, ranks.world_size
         self._store = GroupStore()
 
     def is_of(self, wrapper: _torch.DistWrapper) -> bool:
         """Whether a wrapper's group still is the one of these ranks."""
         try:
-            if self.world_size > 1:
-                self._store.present()
-            return coordination_of(wrapper).world_size == self.world_size
-        except (RuntimeError, ValueError):  # the second for a group of some ranks that is destroyed
+            return not self.are_gone() and coordination_of(wrapper).world_size == self.world_size
+        except ValueError:  # a group of some ranks that is destroyed
             return False
+
+    def are_gone(self) -> bool:
+        """Whether the default process group was destroyed, by which these ranks communicate."""
+        if self.world_size == 1:
+            return False
+        try:
+            self._store.present()
+        except RuntimeError:
+            return True
+        return not dist.is_initialized()
+
+    def lost(self, path: str, hint: str) -> RankLostError:
+        """The error of a save whose ranks cannot communicate any longer."""
+        return RankLostError(
+            f"the process group of {self.world_size} ranks that saved together is gone",
+            rank=self.rank,
+            phase="collect",
+            path=path,
+            hint=hint,
+        )
 
 
 def coordination_of(wrapper: _torch.DistWrapper) -> Coordination:

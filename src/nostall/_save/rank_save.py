@@ -23,6 +23,7 @@ from nostall._memory.fence import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
+from nostall._ranks.group import Coordination, Membership
 from nostall._save import session, write, write_directly
 from nostall._save.by_name.planner import SavePlanner
 from nostall._save.by_name.plans import NamedGlobalPlan
@@ -74,6 +75,8 @@ class Staging:
 
     fence: SnapshotFence | None
     timeline: Timeline
+    ranks: Membership
+    """The ranks of the call, which the thread that saves no longer sees if their group is gone."""
 
 
 class RankSave:
@@ -108,17 +111,20 @@ class RankSave:
 
     # --- planning and writing -------------------------------------------------------------------
 
-    def stage(self, state_dict: Mapping[str, Any], *, rank: int | None) -> Any:
+    def stage(self, state_dict: Mapping[str, Any], ranks: Coordination) -> Any:
         """Copy a state dict into snapshot memory, as :func:`~nostall._save.stager.stage_for_later`.
 
         Args:
             state_dict: The state dict passed to ``dcp.async_save``.
-            rank: This rank, if others save with it.
+            ranks: The ranks that save together.
         """
         self.staged_for_next = None
         timeline = Timeline()
+        rank = ranks.rank if ranks.world_size > 1 else None
         staged = stage_for_later(state_dict, default_engine(), timeline, self.settings, rank=rank)
-        self._staging = self.staged_for_next = Staging(fence=staged.fence, timeline=timeline)
+        self._staging = self.staged_for_next = Staging(
+            fence=staged.fence, timeline=timeline, ranks=Membership(ranks)
+        )
         return staged.copied
 
     def make_ready(self) -> None:
@@ -220,11 +226,20 @@ class RankSave:
         """Adopt the staging's figures, and refuse a copy that failed.
 
         Also if the planner replaced every tensor, so that none leads back to the staged copy.
+
+        Raises:
+            StagingError: The copy failed.
+            RankLostError: The process group was destroyed: each rank would save as if alone.
         """
         staging, self._staging, self.staged_for_next = self._staging, None, None
         if staging is None:
             return
         self.timeline.adopt(staging.timeline)
+        if staging.ranks.are_gone():
+            raise staging.ranks.lost(
+                self.settings.directory,
+                hint="wait for the future of dcp.async_save before destroy_process_group()",
+            )
         if staging.fence is not None and staging.fence.failure is not None:
             raise StagingError(
                 f"the staged copy cannot be used: {staging.fence.failure}",

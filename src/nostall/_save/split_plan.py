@@ -64,7 +64,7 @@ class SaveSession(_torch.DistWrapper):
         coordinator: int,
     ) -> None:
         super().__init__(group, use_dist, coordinator)
-        self.ranks = Membership(coordination_of(self).world_size)
+        self.ranks = Membership(coordination_of(self))
         """Those that save together; their group may be gone when the save is finalised."""
         self.cache: CheckpointMetadataCache | None = None
         self.planner: SavePlanner | None = None
