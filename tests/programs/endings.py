@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from nostall.errors import SaveTimeoutError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.testing import Fault, Hold, inject
+from support.ending import end
 from support.states import schedule, small_state
 from support.waiting import wait_until
 
@@ -148,6 +150,68 @@ def gets_sigterm(out: Path, how: str) -> None:
                 schedule(queue, out / "lost", small_state())
             _train_for_ever()
     print("handled", handled, flush=True)
+
+
+def ends_after_sigterm(out: Path, how: str) -> None:
+    """The signal arrives while a save is under way; then the program ends by itself."""
+    nostall.drain_on_sigterm(grace_s=60.0)
+    with Hold("chunk") as hold:
+        queue = AsyncCallsQueue()
+        with inject(hold.fault):
+            schedule(queue, out / "save", small_state())
+        hold.wait_reached()
+        os.kill(os.getpid(), signal.SIGTERM)
+        hold.release()
+    if how == "raises in a block":
+        with queue:
+            raise ValueError("a worker got the signal, too")
+    if how == "raises":
+        raise ValueError("a worker got the signal, too")
+    if how == "exits":
+        sys.exit(0)
+
+
+def gets_sigterm_at(out: Path, first: str, moments: str, step: str) -> None:
+    """Fork a trainer per moment, and signal it that many calls after its close() begins.
+
+    Later moments are at the interpreter's end. Every second trainer leaves a save to that.
+    """
+    for number in range(int(moments)):
+        moment = int(first) + number // 2 * int(step)
+        child = os.fork()
+        if child:
+            _, status = os.waitpid(child, 0)
+            print(number, os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        _close_and_end(out / f"{number}", moment, leaves_one=number % 2 == 1)
+
+
+def _close_and_end(path: Path, moment: int, *, leaves_one: bool) -> None:
+    """Close a queue with a save, and leave another one to the end of the interpreter."""
+    count = 0
+
+    def look(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal count
+        if event in ("call", "c_return"):
+            count += 1
+            if count == moment:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    status = 0
+    nostall.drain_on_sigterm(grace_s=60.0)
+    left = AsyncCallsQueue()
+    if leaves_one:
+        schedule(left, path / "left", small_state(2))
+    queue = AsyncCallsQueue()
+    schedule(queue, path / "closed", small_state(1))
+    try:
+        sys.setprofile(look)
+        queue.close()
+    except SystemExit as error:
+        status = int(str(error))
+    finally:
+        # A fork that came from elsewhere than the interpreter's main loop does not end as a script.
+        end(status)
 
 
 def _train_for_ever() -> None:

@@ -138,6 +138,36 @@ def test_sigterm_finishes_what_is_scheduled(
     assert saved(tmp_path / "save", 0)
 
 
+@pytest.mark.parametrize(
+    ("how", "status"), [("returns", 0), ("exits", 0), ("raises", 1), ("raises in a block", 1)]
+)
+def test_a_program_that_ends_by_itself_after_sigterm_has_lost_nothing(
+    tmp_path: Path, how: str, status: int
+) -> None:
+    """Its save is committed, nothing is said to be lost, and the exit status is its own."""
+    done = run("ends_after_sigterm", tmp_path, how)
+    assert done.returncode == status
+    assert "SystemExit" not in done.stderr
+    assert "lost" not in done.stderr
+    assert ("a worker got the signal" in done.stderr) is ("raises" in how)
+    assert saved(tmp_path / "save", 0)
+
+
+def test_sigterm_at_any_moment_of_close_and_of_the_end_loses_nothing(tmp_path: Path) -> None:
+    """Nor is anything said to be lost. ``NOSTALL_TEST_MOMENTS`` makes them more than a sample."""
+    moments = int(os.environ.get("NOSTALL_TEST_MOMENTS", "10"))
+    step = 4000 // moments
+    done = run("gets_sigterm_at", tmp_path, "1", f"{moments}", f"{step}")
+    ended = dict(map(int, line.split()) for line in done.stdout.splitlines())
+    assert len(ended) == moments, done.stderr
+    assert set(ended.values()) <= {0, 143}
+    for word in ("lost", "Traceback", "SystemExit"):
+        assert word not in done.stderr
+    for number in ended:
+        assert nostall.verify(tmp_path / f"{number}" / "closed").ok
+        assert number % 2 == 0 or nostall.verify(tmp_path / f"{number}" / "left").ok
+
+
 def test_a_failure_among_what_sigterm_finishes_does_not_lose_the_others(tmp_path: Path) -> None:
     """Nor keep the process from ending."""
     done = run("gets_sigterm", tmp_path, "after a failure")

@@ -24,6 +24,7 @@ from typing import Protocol
 from nostall._memory import devices
 from nostall._model.interrupts import is_done, result_of, start
 from nostall._model.wording import counted
+from nostall._queue.preemption import STATUS, preemption
 
 _log = logging.getLogger("nostall")
 
@@ -113,8 +114,8 @@ class _Losses:
         self.any = False
 
     def begin(self) -> None:
-        """Record that the main thread has ended."""
-        self.is_waiting = True
+        """Record that the main thread has ended: SIGTERM interrupts none of the waits to come."""
+        self.is_waiting = preemption.is_ending = True
 
 
 _losses = _Losses()
@@ -137,7 +138,7 @@ def report_loss(path: str) -> Iterator[None]:
 
 def _report_losses() -> None:
     if _losses.any:
-        end_process(FAILURE_STATUS)
+        end_with_a_loss()
 
 
 atexit.register(_report_losses)
@@ -152,13 +153,8 @@ def prepare_for_exit() -> None:
     _standby.prepare()
 
 
-def finish_at_exit(
-    queues: Iterable[Unfinished],
-    *,
-    timeout_s: float,
-    status: Callable[[], int] = lambda: FAILURE_STATUS,
-) -> None:
-    """Finalise pending requests; if one is lost, end the process with the result of ``status``."""
+def finish_at_exit(queues: Iterable[Unfinished], *, timeout_s: float) -> None:
+    """Finalise pending requests; if one is lost, end the process with a status that says so."""
     unfinished = [queue for queue in queues if queue.pending]
     if not unfinished:
         return
@@ -171,7 +167,7 @@ def finish_at_exit(
     deadline = time.monotonic() + timeout_s
     done = [_finish(each, deadline) for each in unfinished]
     if not all(done):
-        end_process(status())
+        end_with_a_loss()
 
 
 def finish_after_error(
@@ -210,10 +206,8 @@ class _Answered(Protocol):
         """Whether it waits for no rank any more."""
 
 
-def await_answers(
-    questions: Iterable[_Answered], *, timeout_s: float, status: Callable[[], int]
-) -> None:
-    """Wait until no rank is asked for anything, or end the process with the result of ``status``.
+def await_answers(questions: Iterable[_Answered], *, timeout_s: float) -> None:
+    """Wait until no rank is asked for anything, or end the process as after a loss.
 
     torch ends a process group, also when the process ends, only when its collectives are over. If
     another rank hangs, that takes as long as the group's deadline.
@@ -223,7 +217,7 @@ def await_answers(
     deadline_s = time.monotonic() + timeout_s
     while not all(each.is_answered() for each in questions):
         if time.monotonic() > deadline_s:
-            end_process(status())
+            end_with_a_loss()
         time.sleep(_LOOK_AGAIN_S)
 
 
@@ -288,6 +282,11 @@ def _repeat(finalize: Callable[[], object], unfinished: Unfinished) -> str:
             # The error does not concern a single request, so later ones would fail, too.
             return why or "the files are not written yet"
     return why
+
+
+def end_with_a_loss() -> None:
+    """End with status 1, or that of SIGTERM if the signal has arrived."""
+    end_process(STATUS if preemption.asked else FAILURE_STATUS)
 
 
 def end_process(status: int) -> None:

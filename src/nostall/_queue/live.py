@@ -14,7 +14,6 @@ from typing import Protocol
 import nostall._queue.promotions_at_exit  # noqa: F401  # registered before: it runs after
 from nostall._engine import default_engine
 from nostall._queue.at_exit import (
-    FAILURE_STATUS,
     Unfinished,
     add_note,
     await_answers,
@@ -102,20 +101,15 @@ def abort_nvrx_checkpoint() -> None:
 def finish_after(queue: Unfinished, error: BaseException, coordination: Coordination) -> None:
     """Commit the requests that can be committed, so that an exception costs no checkpoint."""
     before = queue.pending
-    lost = finish_after_error(
-        queue,
-        timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
-        is_to_wait=not isinstance(error, SaveTimeoutError),  # a wait that has already failed
-        all_leave=lambda timeout_s: scheduled.all_leave(coordination, timeout_s),
-    )
+    with preemption.deferred(then_end=False):  # the error is raised in any case
+        lost = finish_after_error(
+            queue,
+            timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
+            is_to_wait=not isinstance(error, SaveTimeoutError),  # a wait that has already failed
+            all_leave=lambda timeout_s: scheduled.all_leave(coordination, timeout_s),
+        )
     if lost:
         add_note(error, f"requests were lost, of {before} that were pending: {lost}")
-
-
-def _status_of_a_loss() -> int:
-    # The failure of an aborted save may come before the exception that SIGTERM raises.
-    is_preempted = preemption.is_ending or preemption.is_too_late
-    return PREEMPTED_STATUS if is_preempted else FAILURE_STATUS
 
 
 def finish_all_at_exit() -> None:
@@ -124,14 +118,12 @@ def finish_all_at_exit() -> None:
         finish_at_exit(
             list(unfinished_queues),
             timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
-            status=_status_of_a_loss,
         )
     await_answers(
-        unanswered,
-        timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s),
-        status=_status_of_a_loss,
+        unanswered, timeout_s=min(default_engine().options.exit_timeout_s, preemption.left_s)
     )
-    if preemption.is_too_late:  # as above
+    # The failure of an aborted save may come before the exception that SIGTERM raises.
+    if preemption.is_too_late:
         end_process(PREEMPTED_STATUS)
 
 

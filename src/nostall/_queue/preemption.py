@@ -58,7 +58,7 @@ class Preemption:
         self._is_reminder = False
         """Whether this process has sent the next signal itself."""
         self.is_ending = False
-        """Whether the process ends because of the signal."""
+        """Whether the process ends already, so that the signal raises nothing."""
 
     @property
     def asked(self) -> bool:

@@ -11,8 +11,7 @@ import logging
 
 from nostall._engine import default_engine, missing_promotions
 from nostall._model.wording import counted
-from nostall._queue.at_exit import FAILURE_STATUS, end_process
-from nostall._queue.preemption import STATUS as PREEMPTED_STATUS
+from nostall._queue.at_exit import end_with_a_loss
 from nostall._queue.preemption import preemption
 from nostall._tier.promotions import await_all
 
@@ -37,14 +36,13 @@ def finish_promotions_at_exit() -> None:
                 timeout_s,
             )
         left = await_all(missing, timeout_s)
-    except BaseException:  # Ctrl-C, or the end of the time that SIGTERM leaves
+    except BaseException:  # Ctrl-C
         left = missing_promotions()
     for promotion in left:
         _log.error("not at its destination: path=%s: %s", promotion.path, promotion.why_missing)
     if left:
         default_engine().promotions.close()
-        is_preempted = preemption.is_ending or preemption.is_too_late
-        end_process(PREEMPTED_STATUS if is_preempted else FAILURE_STATUS)
+        end_with_a_loss()
 
 
 # Before the hook of nostall._queue.live, which imports this: hooks run in reverse order.
