@@ -37,7 +37,7 @@ from nostall._save.coordinator import commit_results
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.session import Beside
 from nostall._save.settings import OwnOptions, settings_of
-from nostall._storage.destination import local_tier_of, place_of
+from nostall._storage.destination import is_place, local_tier_of, place_of
 from nostall._storage.places import is_address
 from nostall._tier.promotion import Promotion
 from nostall.options import StagingMode
@@ -287,8 +287,8 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this writer accepts the id; true for addresses in object stores, too."""
-        return is_address(checkpoint_id) or bool(super().validate_checkpoint_id(checkpoint_id))
+        """Whether a writer can be made for the id, as the client of its store is installed."""
+        return is_place(checkpoint_id)
 
     # --- DCP's stager ---------------------------------------------------------------------------
 

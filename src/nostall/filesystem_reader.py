@@ -30,7 +30,7 @@ from nostall._read.items.load import read_items
 from nostall._read.plan import Wanted, chunk_of, nbytes_by_archive, nbytes_of_all, rows_of
 from nostall._read.read_once import read_shared
 from nostall._read.sharing import Member, Share, all_want_to_share, share
-from nostall._storage.destination import place_of
+from nostall._storage.destination import is_place, place_of
 from nostall._storage.places import identity, is_address, storage_at
 from nostall._storage.port import ReadableFiles, Source
 from nostall._storage.posix_files import PosixFiles
@@ -110,6 +110,11 @@ class FileSystemReader(dcp.FileSystemReader):
         if checkpoint_id is not None:
             self._follow(checkpoint_id)
         self._directory = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a reader can be made for the id, as the client of its store is installed."""
+        return is_place(checkpoint_id)
 
     def _follow(self, path: str | os.PathLike[str]) -> None:
         """Stock takes every path for one of a file system."""

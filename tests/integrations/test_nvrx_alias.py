@@ -11,8 +11,10 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
 
 from nostall import nvrx_alias
+from nostall._nvrx import checkpointing_utils
 
 Facts = dict[str, Any]
 PACKAGE = "nvidia_resiliency_ext"
@@ -88,6 +90,17 @@ def installed(tmp_path: Path) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(dedent(text))
     return folder
+
+
+def test_preloaded_tensors_are_copies() -> None:
+    """Of tensors in host memory, too: what training changes later is not in a checkpoint."""
+    state = {"weight": torch.ones(3), "list": [torch.ones(2)[:1], "text"]}
+    copied = checkpointing_utils.preload_tensors(state)
+    state["weight"].zero_()
+    state["list"][0].zero_()
+    assert copied["weight"].tolist() == [1.0] * 3
+    assert copied["list"][0].tolist() == [1.0]
+    assert copied["list"][1] == "text"
 
 
 def run(folder: Path, text: str, *command: str, path: Path | None = None) -> Facts:

@@ -27,7 +27,9 @@ from nostall import (
     torch_ckpt,
 )
 from nostall._memory.staged_state import StagedStateDict
+from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
+from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache
 from programs import entry_points
@@ -200,7 +202,7 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], str]] = {
                 " cpu_shm_mode=False)"
             ),
         ),
-        (AsyncCallsQueue.schedule_async_request, "(self, request)"),
+        (AsyncCallsQueue.schedule_async_request, "(self, async_request)"),
         (AsyncCallsQueue.maybe_finalize_async_calls, "(self, blocking=False, no_dist=False)"),
         (AsyncCallsQueue.get_num_unfinalized_calls, "(self)"),
         (AsyncCallsQueue.get_instances, "()"),
@@ -211,7 +213,7 @@ SIGNATURES: dict[str, tuple[Callable[..., Any], str]] = {
         (nvrx_alias.install, "(force=False)"),
         (core.abort_all, "()"),
         (CheckpointMetadataCache.__init__, "(self)"),
-        (CheckpointMetadataCache.set_cached_global_metadata, "(self, metadata)"),
+        (CheckpointMetadataCache.set_cached_global_metadata, "(self, cached_global_metadata)"),
         (
             CheckpointMetadataCache.set_cache_metadata,
             "(self, central_plan, local_plan, global_md_verify_reuse)",
@@ -337,13 +339,19 @@ def test_a_writer_with_nothing_planned_has_nothing_to_schedule() -> None:
     assert writer.retrieve_write_results() == []
 
 
-def test_checkpoint_ids_are_paths_and_addresses() -> None:
-    """The writer takes both."""
-    validate = FileSystemWriterAsync.validate_checkpoint_id
-    assert validate("/some/where")
-    assert validate(Path("some/where"))
-    assert validate("msc://profile/x")
+@pytest.mark.parametrize("kind", [FileSystemWriterAsync, CachedMetadataFileSystemReader])
+def test_an_id_is_valid_if_it_can_be_used(kind: Any) -> None:
+    """Paths and addresses that a writer or a reader can be made for; frameworks probe ``msc://``."""
+    validate = kind.validate_checkpoint_id
+    for valid in ("/some/where", Path("some/where"), "file:///some/where", "memory://some/where"):
+        assert validate(valid)
+        kind(valid)
     assert validate("s3://bucket/x")
+    assert validate("msc://profile/x")
+    for invalid in ("nobody://bucket/x", "s3://bucket//x", Path("s3://bucket/x"), "", "a\0b", None):
+        assert not validate(invalid)
+        with pytest.raises(OptionError):
+            kind(invalid)
 
 
 def test_the_probed_results_queue_is_one_per_process() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,7 +143,7 @@ def test_what_is_missing_stays_unless_strict(tmp_path: Path) -> None:
     """New parameters keep their initial values only if the caller allows it."""
     save(tmp_path, {"old": torch.ones(2)})
     state = {"old": torch.zeros(2), "new": torch.full((2,), 5.0)}
-    with pytest.raises(OptionError, match="the checkpoint has no new") as caught:
+    with pytest.raises(OptionError, match="Missing key in checkpoint state_dict: new") as caught:
         nostall.load(state, tmp_path)
     assert caught.value.path == str(tmp_path)
     assert state["old"].tolist() == [0.0, 0.0]
@@ -172,7 +173,12 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(tmp_path: 
     """With the names, and both shapes."""
     save(tmp_path, {"a": torch.ones(2, 3), "b": torch.ones(1), "c": 1})
     other_shape = {"a": torch.zeros(3, 2), "b": torch.zeros(1)}
-    with pytest.raises(OptionError, match=r"a \(2, 3\) instead of \(3, 2\)"):
+    with pytest.raises(
+        OptionError,
+        match=re.escape(
+            "Size mismatch between saved torch.Size([2, 3]) and current: torch.Size([3, 2]) for a"
+        ),
+    ):
         nostall.load(other_shape, tmp_path)
     other_kinds: list[tuple[dict[str, Any], str]] = [
         ({"b": torch.zeros(1), "c": torch.zeros(1)}, "c .a tensor in the state only"),
@@ -338,7 +344,7 @@ def test_what_is_not_loaded_stays_as_it_is(tmp_path: Path) -> None:
     assert all(state["m"][name] is each for name, each in others.items())
     assert set(nostall.load(state, tmp_path, strict=False).missing) == {f"m.{n}" for n in others}
     assert all(state["m"][name] is each for name, each in others.items())
-    with pytest.raises(OptionError, match=r"the checkpoint has no m\.cfg"):
+    with pytest.raises(OptionError, match=r"Missing key in checkpoint state_dict: m\.cfg"):
         nostall.load(state, tmp_path)
     assert all(state["m"][name] is each for name, each in others.items())
 

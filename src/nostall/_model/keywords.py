@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -11,7 +12,10 @@ T = TypeVar("T")
 
 
 def also_named(**other_names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let callers pass a parameter by another keyword, too: ``also_named(ours="theirs")``."""
+    """Let callers pass a parameter by another keyword, too: ``also_named(ours="theirs")``.
+
+    ``inspect.signature`` shows theirs, for programs that look before they call.
+    """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
@@ -21,6 +25,12 @@ def also_named(**other_names: str) -> Callable[[Callable[P, T]], Callable[P, T]]
                     kwargs[ours] = kwargs.pop(theirs)
             return function(*args, **kwargs)
 
+        shown = inspect.signature(function)
+        renamed = [
+            each.replace(name=other_names.get(name, name))
+            for name, each in shown.parameters.items()
+        ]
+        call.__signature__ = shown.replace(parameters=renamed)  # type: ignore[attr-defined]  # see PEP 362
         return call
 
     return decorate

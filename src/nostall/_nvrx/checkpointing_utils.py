@@ -101,17 +101,17 @@ def preload_tensors(
     state_dict: dict[str, Any],
     non_blocking: bool = True,  # noqa: FBT001, FBT002  # an established signature
 ) -> Any:
-    """The same nested dicts and lists, with tensors of accelerators copied to host memory.
+    """The same nested dicts and lists, with tensors copied to host memory.
 
     Args:
-        state_dict: What to copy; tensors in host memory are not copied.
+        state_dict: Nested dicts and lists with the tensors.
         non_blocking: Whether the copies may still be under way when this returns.
     """
 
     def preload(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.detach().to("cpu", non_blocking=non_blocking)
+        return value.detach().to("cpu", non_blocking=non_blocking, copy=True)
 
     return dict_list_map_outplace(preload, state_dict)
 

@@ -114,7 +114,7 @@ class Planner(DefaultLoadPlanner):
         self.missing = tuple(missing)
         if missing and self._strict:
             raise self._misfit(
-                f"the checkpoint has no {some(missing)}",
+                f"Missing key in checkpoint state_dict: {some(missing)}",
                 ", and strict=False leaves out what is missing",
             )
         if self._strict:
@@ -149,19 +149,19 @@ class Planner(DefaultLoadPlanner):
                 where = "state" if is_tensor else "checkpoint"
                 kinds.append(f"{name} (a tensor in the {where} only)")
             elif is_tensor and value.size() != entry.size:
-                shapes.append(f"{name} {tuple(entry.size)} instead of {tuple(value.size())}")
+                shapes.append(f"saved {entry.size} and current: {value.size()} for {name}")
             if is_tensor and value.is_meta:
                 without.append(name)
         if shapes:
-            raise self._misfit(f"the checkpoint has {some(shapes)}")
+            raise self._misfit(f"Size mismatch between {some(shapes)}")
         if without:
             raise self._misfit(f"{some(without)}: on the meta device, without memory to load into")
         if kinds:
-            raise self._misfit(some(kinds))
+            raise self._misfit(f"the state does not fit: {some(kinds)}")
 
     def _misfit(self, what: str, hint: str = "") -> OptionError:
         return OptionError(
-            f"the state does not fit: {what}",
+            what,  # for stock's causes in stock's words, which programs look for
             phase="read",
             path=self._path,
             hint=f"`nostall inspect` lists what a checkpoint has; `keys` selects{hint}",

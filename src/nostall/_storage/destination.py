@@ -62,6 +62,15 @@ def place_of(path: str | os.PathLike[str]) -> str:
     return resolved(normal(text))
 
 
+def is_place(path: object) -> bool:
+    """Whether :func:`place_of` accepts a path or address; true for every ``msc://``."""
+    try:
+        place_of(path)  # type: ignore[arg-type]  # it refuses other types
+    except OptionError:
+        return str(path).startswith("msc://")  # frameworks probe it without the client
+    return True
+
+
 def local_tier_of(path: str | os.PathLike[str]) -> str:
     """The directory that a user names as ``local_staging_dir``.
 
@@ -199,7 +208,8 @@ def may_hold(
 def must_stay(place: str, rank: int | None) -> CheckpointExistsError:
     """The error that a place holds a checkpoint that must not be replaced."""
     return CheckpointExistsError(
-        "the directory holds, or may hold, a committed checkpoint, and overwrite=False",
+        # Stock's words, which programs look for.
+        "Checkpoint already exists and self.overwrite=False, or storage cannot say that none does",
         rank=rank,
         phase="plan",
         path=place,
