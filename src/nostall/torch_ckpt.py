@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import uuid
@@ -30,6 +31,7 @@ from nostall._storage.destination import absolute, without_links
 from nostall._storage.posix import (
     has_identity,
     identity_of,
+    keep_mode_and_owner,
     remove_files,
     sync_name,
 )
@@ -183,6 +185,7 @@ class _FileSave(BackgroundSave):
                 self._let_go_first(after)
             if self.aborted:
                 raise SaveAbortedError("the save was aborted", phase="commit", path=self._path)
+            keep_mode_and_owner(temporary, of=self._path)
             identity = identity_of(temporary)
             give_name(
                 self._path,
@@ -201,8 +204,8 @@ class _FileSave(BackgroundSave):
                 errno=error.errno,
                 phase="commit",
                 path=self._path,
-                hint="pass the path of a file, not of a directory"
-                if isinstance(error, IsADirectoryError)
+                hint="pass the path of a regular file, existing or not"
+                if isinstance(error, IsADirectoryError) or error.errno == errno.EINVAL
                 else None,
             ) from error
         make_name_durable(self._path, what="the new file")
@@ -262,7 +265,9 @@ class TorchAsyncCheckpoint:
         def async_save(self, state_dict: object, *args: Any, **kwargs: Any) -> None:
             """As ``torch.save(state_dict, path, ...)``, writing in the background.
 
-            Directories are made. :meth:`finalize_async_save` raises errors of pickling and writing.
+            Directories are made. The mode and, where permitted, the owner of an existing file are
+            kept; a device, a FIFO or a socket is refused. :meth:`finalize_async_save` raises errors
+            of pickling and writing.
 
             Raises:
                 OptionError: The target is not a path.

@@ -6,6 +6,8 @@ import errno
 import io
 import os
 import re
+import socket
+import stat
 import sys
 import threading
 import time
@@ -45,6 +47,7 @@ from nostall.errors import (
     SaveAbortedError,
     SaveTimeoutError,
     StagingError,
+    WriteError,
 )
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -747,6 +750,54 @@ def test_a_file_holds_what_torch_save_writes(options: dict[str, Any], tmp_path: 
     checkpoint.close()
     assert (tmp_path / "state.pt").read_bytes() == expected
     assert names(tmp_path) == ["state.pt"]
+
+
+def test_a_file_keeps_the_mode_and_owner_of_the_one_it_replaces(tmp_path: Path) -> None:
+    """A checkpoint that only its owner may read stays so, as with ``torch.save``."""
+    path = tmp_path / "state.pt"
+    path.write_bytes(b"earlier")
+    path.chmod(0o2600)
+    if os.geteuid() == 0:
+        os.chown(path, 12345, 23456)
+    before = path.stat()
+    checkpoint = TorchAsyncCheckpoint()
+    checkpoint.async_save(small_state(1), path)
+    checkpoint.close()
+    after = path.stat()
+    assert path.read_bytes() == archive(small_state(1))
+    assert (after.st_mode, after.st_uid, after.st_gid) == (
+        before.st_mode,
+        before.st_uid,
+        before.st_gid,
+    )
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device", "socket"])
+def test_only_a_regular_file_is_replaced(tmp_path: Path, kind: str) -> None:
+    """A device, a FIFO or a socket is an error that names it, and stays what it is."""
+    path = tmp_path / "special"
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "device":
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # as /dev/null
+        except PermissionError:
+            pytest.skip("this user may not make devices")
+    else:
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(os.path.relpath(path))
+        listening.close()
+    before = path.stat()
+    checkpoint = TorchAsyncCheckpoint()
+    checkpoint.async_save(small_state(1), path)
+    with pytest.raises(CheckpointException, match="a device, a FIFO or a socket") as raised:
+        checkpoint.close()
+    error = raised.value.failures[0][0]
+    assert isinstance(error, WriteError)
+    assert error.path == str(path)
+    assert "regular file" in str(error.hint)
+    assert path.stat() == before
+    assert names(tmp_path) == ["special"]
 
 
 def test_a_file_can_have_the_longest_name(tmp_path: Path) -> None:
