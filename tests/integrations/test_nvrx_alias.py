@@ -94,7 +94,7 @@ def installed(tmp_path: Path) -> Path:
 
 def test_preloaded_tensors_are_copies() -> None:
     """Of tensors in host memory, too: what training changes later is not in a checkpoint."""
-    state = {"weight": torch.ones(3), "list": [torch.ones(2)[:1], "text"]}
+    state: dict[str, Any] = {"weight": torch.ones(3), "list": [torch.ones(2)[:1], "text"]}
     copied = checkpointing_utils.preload_tensors(state)
     state["weight"].zero_()
     state["list"][0].zero_()
