@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 from torch.storage import TypedStorage, UntypedStorage
 
-from nostall._model.refusals import is_private, is_refusal
 from nostall.errors import UnsupportedTorchError
 from nostall.options import is_dequantized_on_save
 
@@ -147,12 +146,7 @@ def wrap_exception(error: BaseException) -> WrappedException:
     # Not torch's own function: in Python 3.14 its result has code objects, which older torch
     # cannot send.
     frames = traceback.extract_tb(error.__traceback__)
-    is_short = is_refusal(error)
-    plain = [
-        (each.filename, each.lineno or 0, each.name, each.line)
-        for each in frames
-        if not (is_short and is_private(each.filename))
-    ]
+    plain = [(each.filename, each.lineno or 0, each.name, each.line) for each in frames]
     return error, traceback.StackSummary.from_list(plain)
 
 

@@ -21,7 +21,6 @@ from typing_extensions import Self
 from nostall._engine import default_engine
 from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.keywords import also_named
-from nostall._model.refusals import refusing
 from nostall._queue.asking import Asking
 from nostall._queue.at_exit import add_note
 from nostall._queue.callers import (
@@ -193,7 +192,6 @@ class AsyncCallsQueue:
                 unfinished_queues[self] = None
             return index
 
-    @refusing
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
@@ -291,7 +289,6 @@ class AsyncCallsQueue:
         """Finalise requests that are done on all ranks, without waiting. Collective."""
         return self.maybe_finalize_async_calls(blocking=False)
 
-    @refusing
     def wait(self, timeout: float | None = None) -> list[int]:
         """Wait until all scheduled requests are done, and finalise them. Collective.
 
@@ -337,7 +334,6 @@ class AsyncCallsQueue:
         """Number of requests that are scheduled and not finalised."""
         return self.pending
 
-    @refusing
     def close(self, abort: bool = False, *, timeout: float | None = None) -> None:
         """Finalise all scheduled requests, or abort them; then end worker processes. Idempotent.
 

@@ -91,9 +91,6 @@ class NostallError(Exception):
         self.path = path
         self.job = job
         self.hint = hint
-        self.cause: BaseException | None = None
-        """What led to the refusal of a state or an option; other errors have it as
-        ``__cause__``. Not sent to other processes."""
 
     def __str__(self) -> str:
         place = [
@@ -115,7 +112,7 @@ class NostallError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # OSError and ImportError keep these outside of __dict__.
-        state = {**self.__dict__, "path": self.path, "cause": None}
+        state = {**self.__dict__, "path": self.path}
         if isinstance(self, OSError):
             state["errno"] = self.errno
         return (_rebuild, (type(self), self.message, state))

@@ -29,7 +29,6 @@ from torch.futures import Future as TorchFuture
 import nostall._queue.promotions_at_exit  # noqa: F401  # waits for them when the interpreter ends
 from nostall import _torch
 from nostall._engine import default_engine
-from nostall._model.refusals import refusing, refusing_in_dcp
 from nostall._plan.items import require_representable
 from nostall._queue.at_exit import report_loss
 from nostall._queue.preemption import preemption
@@ -215,7 +214,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._is_coordinator = is_coordinator or not self.use_collectives
         self._rank_save.settings = settings_of(self, self._own)
 
-    @refusing_in_dcp
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On the coordinator: make the directory and check for an existing checkpoint.
 
@@ -255,7 +253,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         """This rank's final plan when ranks plan alone: its own plan with a file prefix."""
         return replace(local_plan, storage_data=_torch.StoragePrefix(f"__{self.rank or 0}_"))
 
-    @refusing_in_dcp
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Snapshot and write this rank's share; on return its files are complete.
 
@@ -295,7 +292,6 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     # --- DCP's stager ---------------------------------------------------------------------------
 
-    @refusing
     def stage(self, state_dict: dict[str, Any]) -> Any:
         """Copy a state dict into snapshot memory; the copy is valid until it is saved.
 

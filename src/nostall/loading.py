@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall._model.collection import no_collection
-from nostall._model.refusals import refusing
 from nostall._read.planner import Planner, empty_in, outer_names
 from nostall._storage.destination import place_of, require_possible
 from nostall._storage.places import identity, is_address
@@ -27,7 +26,6 @@ from nostall.stats import LoadStats
 __all__ = ["load"]
 
 
-@refusing
 def load(
     state: MutableMapping[str, Any],
     path: str | os.PathLike[str],

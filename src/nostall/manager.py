@@ -51,7 +51,6 @@ from nostall._manager.restoring import Restoration
 from nostall._manager.retention import Records, Retention
 from nostall._manager.stand_ins import Unavailable
 from nostall._manager.steps import StepDirectories
-from nostall._model.refusals import refusing
 from nostall._queue.finalizing import together
 from nostall._ranks.group import Coordination, coordination_for, require_members, require_numpy
 from nostall._storage.destination import require_directory
@@ -205,7 +204,6 @@ class CheckpointManager:
             self.poll()
         return is_due
 
-    @refusing
     def save(
         self,
         step: int,
@@ -379,7 +377,6 @@ class CheckpointManager:
         """
         self._pending.poll()
 
-    @refusing
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves are committed or have failed. Collective.
 
@@ -405,7 +402,6 @@ class CheckpointManager:
         except SaveTimeoutError as error:
             _log.warning("%s", error)
 
-    @refusing
     def close(self) -> None:
         """Wait for all saves, and up to 30 s for the removal of steps. Idempotent. Collective.
 
@@ -487,7 +483,6 @@ class CheckpointManager:
 
     # --- restoring ----------------------------------------------------------------------------
 
-    @refusing
     def restore(
         self,
         state: MutableMapping[str, Any],

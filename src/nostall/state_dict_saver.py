@@ -27,7 +27,6 @@ from nostall._commit.known_results import (
 from nostall._commit.local_plans import matches_loaded
 from nostall._commit.result_columns import in_columns
 from nostall._engine import default_engine
-from nostall._model.refusals import refusing
 from nostall._model.values import RankFiles
 from nostall._queue.preemption import preemption
 from nostall._queue.requests import commits
@@ -186,7 +185,6 @@ def _message(
 
 
 @commits
-@refusing
 def save_state_dict_async_finalize(
     storage_writer: FileSystemWriterAsync,
     global_metadata: Metadata | None,

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import builtins
 import copy
-import os
 import pickle
 import re
-import threading
-import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-import nostall
 from nostall import errors
 from nostall._model.jobs import (
     RankFailed,
 )
 from nostall._ranks.failures import error_of, failure_of
-from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     NostallError,
     OptionError,
-    ReadError,
     SaveError,
-    StagingError,
     WriteError,
 )
-from nostall.filesystem_async import FileSystemWriterAsync
-from support.states import schedule
 
 ERRORS = [
     kind
@@ -142,53 +128,3 @@ def test_what_may_have_been_published_is_not_caught_as_a_save_that_failed() -> N
     assert (type(arrived), arrived.path) == (errors.NotDurableError, "/x")
     assert isinstance(arrived, OSError)
     assert arrived.errno == 5
-
-
-def _saved(path: Path, state: dict[str, Any]) -> None:
-    dcp.save(state, storage_writer=FileSystemWriterAsync(path), no_dist=True)
-
-
-def _saved_async(path: Path, state: dict[str, Any]) -> None:
-    saving: Any = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path), no_dist=True)
-    saving.result(60)
-
-
-def _scheduled(path: Path, state: dict[str, Any]) -> None:
-    with AsyncCallsQueue() as queue:
-        schedule(queue, path, state)
-        queue.wait()
-
-
-def _managed(path: Path, state: dict[str, Any]) -> None:
-    with nostall.CheckpointManager(path) as manager:
-        manager.save(1, state)
-        manager.wait()
-
-
-@pytest.mark.parametrize("way", [_saved, _saved_async, _scheduled, _managed])
-def test_a_refused_state_is_shown_at_the_users_line(
-    way: Callable[[Path, dict[str, Any]], None], tmp_path: Path
-) -> None:
-    """No frame of a private module is in the way, and no other traceback comes before it."""
-    with pytest.raises((CheckpointException, StagingError)) as caught:
-        way(tmp_path / "save", {"item": threading.Lock()})
-    shown = "".join(traceback.format_exception(caught.value))
-    assert f"{os.sep}nostall{os.sep}_" not in shown
-    assert shown.index("in test_a_refused_state_is_shown") < shown.index("cannot pickle")
-    assert "cannot pickle '_thread.lock' object" in shown.rstrip().splitlines()[-1]
-    assert "direct cause" not in shown
-    if isinstance(caught.value, StagingError):
-        assert isinstance(caught.value.cause, TypeError)
-
-
-def test_a_refused_target_is_shown_at_the_users_line(tmp_path: Path) -> None:
-    """Of a load, too; another error keeps its frames and its cause."""
-    _saved(tmp_path / "save", {"item": torch.ones(3)})
-    with pytest.raises(OptionError) as caught:
-        nostall.load({"item": torch.ones(4)}, tmp_path / "save")
-    frames = traceback.extract_tb(caught.value.__traceback__)
-    assert not any(f"{os.sep}nostall{os.sep}_" in each.filename for each in frames)
-    assert frames[-1].filename.endswith(f"{os.sep}nostall{os.sep}loading.py")
-    with pytest.raises(ReadError) as other:
-        nostall.load({"item": torch.ones(3)}, tmp_path / "nowhere")
-    assert other.value.__cause__ is not None

@@ -235,17 +235,17 @@ class RankSave:
         if staging is None:
             return
         self.timeline.adopt(staging.timeline)
+        if staging.ranks.are_gone():
+            raise staging.ranks.lost(
+                self.settings.directory,
+                hint="wait for the future of dcp.async_save before destroy_process_group()",
+            )
         if staging.fence is not None and staging.fence.failure is not None:
             raise StagingError(
                 f"the staged copy cannot be used: {staging.fence.failure}",
                 rank=self.settings.rank,
                 phase="stage",
                 path=self.settings.directory,
-            )
-        if staging.ranks.are_gone():
-            raise staging.ranks.lost(
-                self.settings.directory,
-                hint="wait for the future of dcp.async_save before destroy_process_group()",
             )
 
     def _prepared(self, plan: SavePlan, resolver: Resolver) -> session.PreparedSave:
