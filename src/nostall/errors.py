@@ -72,6 +72,8 @@ class NostallError(Exception):
         path: File or directory concerned.
         job: Identifier of the save.
         hint: The next step for the user.
+        cause: What led to the refusal of a state, instead of a chained exception: the caller's line
+            comes first in the traceback then. Not sent to other processes.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class NostallError(Exception):
         path: str | None = None,
         job: str | None = None,
         hint: str | None = None,
+        cause: BaseException | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -91,6 +94,7 @@ class NostallError(Exception):
         self.path = path
         self.job = job
         self.hint = hint
+        self.cause = cause
 
     def __str__(self) -> str:
         place = [
@@ -112,7 +116,7 @@ class NostallError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # OSError and ImportError keep these outside of __dict__.
-        state = {**self.__dict__, "path": self.path}
+        state = {**self.__dict__, "path": self.path, "cause": None}
         if isinstance(self, OSError):
             state["errno"] = self.errno
         return (_rebuild, (type(self), self.message, state))

@@ -314,7 +314,7 @@ def restore_into(tmp_path: Path, state: dict[str, Any]) -> str:
         before = torch.get_rng_state()
         with pytest.raises(OptionError) as raised:
             manager.restore(state)
-    assert raised.value.__cause__ is not None
+    assert raised.value.cause is not None
     assert raised.value.path == manager.path(1)
     assert torch.equal(torch.get_rng_state(), before)
     return str(raised.value)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -411,7 +411,7 @@ def test_a_snapshot_that_could_not_be_taken_fails_one_save_only(tmp_path: Path) 
     writer, path = FileSystemWriterAsync(tmp_path), tmp_path
     no_memory = errors.ReservationError("no memory today", nbytes=1)
     with (
-        patch.object(filesystem_async, "_rank_among_peers", return_value=0),
+        patch.object(filesystem_async, "SingleProcess", return_value=Mock(rank=0, world_size=2)),
         patch("nostall._save.stager._copy", side_effect=no_memory),
     ):
         saving: Any = dcp.async_save(

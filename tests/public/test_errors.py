@@ -6,21 +6,32 @@ import builtins
 import copy
 import pickle
 import re
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+import nostall
 from nostall import errors
 from nostall._model.jobs import (
     RankFailed,
 )
 from nostall._ranks.failures import error_of, failure_of
+from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     NostallError,
     OptionError,
     SaveError,
+    StagingError,
     WriteError,
 )
+from nostall.filesystem_async import FileSystemWriterAsync
+from support.states import schedule
 
 ERRORS = [
     kind
@@ -128,3 +139,39 @@ def test_what_may_have_been_published_is_not_caught_as_a_save_that_failed() -> N
     assert (type(arrived), arrived.path) == (errors.NotDurableError, "/x")
     assert isinstance(arrived, OSError)
     assert arrived.errno == 5
+
+
+def _saved(path: Path, state: dict[str, Any]) -> None:
+    dcp.save(state, storage_writer=FileSystemWriterAsync(path), no_dist=True)
+
+
+def _saved_async(path: Path, state: dict[str, Any]) -> None:
+    saving: Any = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path), no_dist=True)
+    saving.result(60)
+
+
+def _scheduled(path: Path, state: dict[str, Any]) -> None:
+    with AsyncCallsQueue() as queue:
+        schedule(queue, path, state)
+        queue.wait()
+
+
+def _managed(path: Path, state: dict[str, Any]) -> None:
+    with nostall.CheckpointManager(path) as manager:
+        manager.save(1, state)
+        manager.wait()
+
+
+@pytest.mark.parametrize("way", [_saved, _saved_async, _scheduled, _managed])
+def test_a_refused_state_is_shown_at_the_users_line(
+    way: Callable[[Path, dict[str, Any]], None], tmp_path: Path
+) -> None:
+    """No other traceback comes before it, and the last line has the reason."""
+    with pytest.raises((CheckpointException, StagingError, OptionError)) as caught:
+        way(tmp_path / "save", {"item": threading.Lock()})
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.index("in test_a_refused_state_is_shown") < shown.index("cannot pickle")
+    assert "cannot pickle '_thread.lock' object" in shown.rstrip().splitlines()[-1]
+    assert "direct cause" not in shown
+    if isinstance(caught.value, NostallError):
+        assert isinstance(caught.value.cause, TypeError)

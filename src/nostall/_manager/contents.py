@@ -188,7 +188,8 @@ def capture(
             f"step {step}: {_unpicklable(exact)} cannot be pickled:"
             f" {type(error).__name__}: {error}",
             hint="leave out what belongs to this process, such as locks, files and lambdas",
-        ) from error
+            cause=error,
+        ) from None
     items[key_of_rank(rank)] = _as_tensor(pickled)
     divided = _in_parts(items, parts)
     if rank == 0:

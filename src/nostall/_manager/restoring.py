@@ -198,7 +198,9 @@ class Restoration:
                     found = _differences(items, self.metadata[number])
                     if not found:
                         raise
-                    raise self._does_not_fit("the state", "; ".join(found), number) from error
+                    refusal = self._does_not_fit("the state", "; ".join(found), number)
+                    refusal.cause = error
+                    raise refusal from None
 
     def _does_not_fit(self, what: str, why: str, number: int) -> OptionError:
         return OptionError(
@@ -287,7 +289,9 @@ class Restoration:
             target.load_state_dict(restored)
         except Exception as error:  # of any object: an optimizer, a scheduler, one of the user's
             why, number = f"{type(error).__name__}: {error!s:.500}", index_of_part(key, self._parts)
-            raise self._does_not_fit(f"the object {key!r}", why, number) from error
+            refusal = self._does_not_fit(f"the object {key!r}", why, number)
+            refusal.cause = error
+            raise refusal from None
         if isinstance(target, torch.optim.Optimizer):
             _complete_groups(key, target, before)
 

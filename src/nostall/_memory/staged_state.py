@@ -209,7 +209,8 @@ def _private_copy(fqn: str, value: Any) -> Any:
             f"item {fqn!r} cannot be staged: {type(error).__name__}: {error}",
             phase="stage",
             hint="change the item or leave it out of the state dict",
-        ) from error
+            cause=error,
+        ) from None
 
 
 def _rebuild(

@@ -126,7 +126,8 @@ def _plan_item(
             phase="plan",
             path=path,
             hint="change the item or leave it out of the state dict",
-        ) from error
+            cause=error,
+        ) from None
 
 
 def _plan_tensor(item: WriteItem, tensor: torch.Tensor, settings: _Settings) -> _Item:

@@ -118,7 +118,8 @@ def _bring_one(target: torch.Tensor, value: torch.Tensor, wanted: Wanted) -> Non
             f"cannot load {wanted.name} into its tensor: {why:.300}",
             phase="read",
             hint="load into a dense tensor with memory for each element, such as its clone()",
-        ) from error
+            cause=error,
+        ) from None
 
 
 def address_of(content: bytearray) -> int:
