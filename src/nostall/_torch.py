@@ -136,6 +136,15 @@ PICKLED_CALLS = {
 StorageInfo: TypeAlias = _StorageInfo
 StoragePrefix: TypeAlias = _StoragePrefix
 MemoryFormat = _MEM_FORMAT_ENCODING
+_SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
+_FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
+OLD_METADATA_NAMES: dict[tuple[str, str], type] = {
+    (_SHARDED_TENSOR, "TensorProperties"): TensorProperties,
+    (_SHARDED_TENSOR, "MEM_FORMAT_ENCODING"): MemoryFormat,
+    (_FSSPEC, "_StorageInfo"): StorageInfo,
+    (_FSSPEC, "_StoragePrefix"): StoragePrefix,
+}
+"""Classes that torch 2.0 to 2.2 names in metadata, and the present ones with the same values."""
 layout_called = _get_layout
 DistWrapper: TypeAlias = _DistWrapper
 WrappedException: TypeAlias = tuple[BaseException, Any]
@@ -469,3 +478,14 @@ def own_properties(state: tuple[Any, ...]) -> tuple[Any, ...] | None:
     if len(state) > max(_OWN_PROPERTIES, _SPARE_PROPERTIES):
         return None
     return state[:_OWN_PROPERTIES]
+
+
+def safe_globals() -> dict[str, object]:
+    """Functions and classes given to ``add_safe_globals``, also by torch's modules, by path."""
+    safe: dict[str, object] = {}
+    for each in torch.serialization.get_safe_globals():
+        if isinstance(each, tuple):
+            safe[each[1]] = each[0]
+        else:
+            safe[f"{each.__module__}.{each.__qualname__}"] = each
+    return safe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import pickle
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor import metadata as of_sharded_tensors
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -294,11 +296,15 @@ def test_members_of_enumerations_are_read_as_every_python_pickles_them() -> None
     index = MetadataIndex("a")
     plan = SavePlan([WriteItem(index, kind) for kind in WriteItemType])
     metadata.planner_data = {"plan": plan}
+    of_torch_2_2 = copy.deepcopy(metadata)
+    properties: Any = of_sharded_tensors.TensorProperties()
+    of_torch_2_2.state_dict_metadata["a"].properties = properties  # type: ignore[union-attr]
     for protocol in range(2, 6):
-        stream = io.BytesIO()
-        OfPython3112(stream, protocol).dump(metadata)
-        assert b"getattr" in stream.getvalue()
-        assert load_metadata(stream.getvalue(), path="p") == metadata
+        for written in (metadata, of_torch_2_2):
+            stream = io.BytesIO()
+            OfPython3112(stream, protocol).dump(written)
+            assert b"getattr" in stream.getvalue()
+            assert load_metadata(stream.getvalue(), path="p") == metadata
 
 
 @pytest.mark.parametrize(

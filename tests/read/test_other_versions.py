@@ -6,18 +6,31 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed._shard.sharded_tensor import metadata as of_sharded_tensors
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
 
 import nostall
 from checkpoints import make
+from nostall import CachedMetadataFileSystemReader, FileSystemReader, FileSystemWriterAsync
+from nostall.errors import UnknownMetadataError
 from nostall.filesystem_reader import Verify
+from nostall.integrity import State
 
 MADE = sorted(path.parent for path in make.HERE.glob("torch-*/*/.metadata"))
 SHARDED = sorted(path.parent for path in make.HERE.glob("torch-*/sharded/*/.metadata"))
@@ -108,3 +121,115 @@ def test_parts_of_two_ranks_are_put_together(path: Path, verify: Verify) -> None
 def test_checkpoints_of_three_versions_were_looked_at() -> None:
     """Of two writers each; a directory that is not found would be no test."""
     assert len(MADE) == len(SHARDED) == 6
+
+
+# --- names in metadata ------------------------------------------------------------------------
+
+READERS = [FileSystemReader, CachedMetadataFileSystemReader]
+FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
+
+
+@pytest.fixture(params=["torch.distributed.checkpoint.filesystem", FSSPEC])
+def of_torch_2_2(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """A checkpoint of stock, with the metadata that torch 2.0 to 2.2 would have written.
+
+    Its two writers had each a class of its own for places in files.
+    """
+    path = tmp_path / "old"
+    dcp.save(make.state(), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata):
+            like = torch.empty(0, dtype=entry.properties.dtype)
+            properties: Any = of_sharded_tensors.TensorProperties.create_from_tensor(like)
+            entry.properties = properties
+    for name in vars(metadata).keys() - {"state_dict_metadata", "planner_data", "storage_data"}:
+        delattr(metadata, name)
+    monkeypatch.setattr(filesystem._StorageInfo, "__module__", request.param)
+    monkeypatch.setitem(sys.modules, FSSPEC, filesystem)
+    content = pickle.dumps(metadata, protocol=4)
+    monkeypatch.undo()
+    assert b"torch.distributed._shard.sharded_tensor.metadata" in content
+    assert request.param.encode() in content
+    (path / ".metadata").write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_properties_of_sharded_tensors_are_read(
+    of_torch_2_2: Path, reader: type[FileSystemReader]
+) -> None:
+    """Tensors had these until torch 2.2; they become today's."""
+    state = blank()
+    dcp.load(state, storage_reader=reader(of_torch_2_2), no_dist=True)
+    require_loaded(state)
+    entry = reader(of_torch_2_2).read_metadata().state_dict_metadata["model.weight"]
+    assert isinstance(entry, TensorStorageMetadata)
+    assert entry.properties == TensorProperties(dtype=torch.float32)
+
+
+def test_a_checkpoint_of_torch_2_2_is_complete(of_torch_2_2: Path) -> None:
+    """Also for ``verify``, and it is loaded by ``nostall.load``."""
+    assert nostall.is_complete(of_torch_2_2)
+    assert nostall.is_complete(of_torch_2_2, deep=True)
+    assert nostall.verify(of_torch_2_2).state is State.WHOLE
+    state = blank()
+    nostall.load(state, of_torch_2_2)
+    require_loaded(state)
+
+
+class Kind(Enum):
+    """A value that a planner leaves in the metadata."""
+
+    ROWS = "rows"
+
+
+class Placed:
+    """An object that a planner leaves in the metadata."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+
+
+class OwnState(Placed):
+    """One that makes its state by itself."""
+
+    def __getstate__(self) -> list[str]:
+        return [self.kind.value]
+
+    def __setstate__(self, state: list[str]) -> None:
+        self.kind = Kind(state[0])
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Leaves objects of its own classes in the metadata."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        metadata.planner_data["placed"] = [Placed(Kind.ROWS), OwnState(Kind.ROWS)]
+        return plans, metadata
+
+
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FileSystemWriterAsync])
+@pytest.mark.parametrize("reader", READERS)
+def test_classes_that_the_program_allows_are_read(
+    tmp_path: Path, writer: Any, reader: type[FileSystemReader]
+) -> None:
+    """A planner's own ones, once they are given to ``torch.serialization.add_safe_globals``."""
+    path = tmp_path / "checkpoint"
+    dcp.save(make.state(), storage_writer=writer(path), planner=_Planner(), no_dist=True)
+
+    def placed() -> Any:
+        return reader(path).read_metadata().planner_data["placed"]
+
+    with pytest.raises(UnknownMetadataError, match=r"Placed.*add_safe_globals"):
+        placed()
+    some = torch.serialization.safe_globals([Placed, OwnState])
+    with some, pytest.raises(UnknownMetadataError, match="Kind"):
+        placed()
+    with torch.serialization.safe_globals([Placed, OwnState, Kind]):
+        first, second = placed()
+    assert (type(first), type(second)) == (Placed, OwnState)
+    assert first.kind is second.kind is Kind.ROWS

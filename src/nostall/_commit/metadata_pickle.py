@@ -32,6 +32,10 @@ _MOST_TUPLE_PARTS = 1000
 """Counts a shared part once per reference; also limits the nesting of tuples."""
 _MOST_DIMENSIONS = 64
 _MOST_PATH_NCHARS = 4096
+_ALLOW_HINT = (
+    "a newer torch or a planner may have written it; if you trust it, pass a planner's own class to"
+    " torch.serialization.add_safe_globals, or read it with torch's own FileSystemReader"
+)
 NAMES = (str, int, float, bool, NoneType)
 """Types of item names: with ``flatten_state_dict=False`` they are the keys of the state dict."""
 
@@ -49,11 +53,11 @@ def unpickle(content: bytes) -> Any:
         return _Unpickler(io.BytesIO(program)).load()
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse(what: str, hint: str = HINT) -> NoReturn:
     raise UnknownMetadataError(
         f"the metadata has {what}, which is not part of DCP metadata in torch {torch.__version__}",
         phase="read",
-        hint=HINT,
+        hint=hint,
     )
 
 
@@ -62,11 +66,17 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(stream)
         self._nested: dict[int, tuple[tuple[Any, ...], int]] = {}
         """Tuples that contain tuples, by id, with their number of parts."""
+        # Not what torch's own modules allow: some of these classes join a process group.
+        self._allowed = {
+            path: each
+            for path, each in _torch.safe_globals().items()
+            if not path.startswith("torch.")
+        }
 
     def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get((module, name))
+        known = _KNOWN.get((module, name), self._allowed.get(f"{module}.{name}"))
         if known is None:
-            _refuse(f"the name {module:.80}.{name:.80}")
+            _refuse(f"the name {module:.80}.{name:.80}", _ALLOW_HINT)
         return known
 
     def persistent_load(self, pid: Any) -> Any:
@@ -80,17 +90,23 @@ class _Unpickler(pickle.Unpickler):
 
     def _called(self, operands: tuple[Any, Any]) -> Any:
         function, arguments = operands
-        if type(function) is not FunctionType or type(arguments) is not tuple:
+        is_known = type(function) is FunctionType or self._is_allowed(function)
+        if not is_known or type(arguments) is not tuple:
             _refuse(f"a call of a {type(function).__name__}")
         return function(*arguments)
 
     def _with_state(self, operands: tuple[Any, Any]) -> Any:
         instance, state = operands
         set_state = _STATES.get(type(instance))
+        if set_state is None and self._is_allowed(type(instance)):
+            set_state = getattr(type(instance), "__setstate__", _set_attributes)
         if set_state is None:
             _refuse(f"state for a {type(instance).__name__}")
         set_state(instance, state)
         return instance
+
+    def _is_allowed(self, called: Any) -> bool:
+        return any(called is each for each in self._allowed.values())
 
     def _count(self, made: tuple[Any, ...]) -> None:
         parts = 1 + len(made) + sum(self._inner(each) for each in made if type(each) is tuple)
@@ -226,6 +242,8 @@ def _member(of: Any, name: Any) -> Any:
     Debian 12 has 3.11.2.
     """
     kind = _MEMBERS_OF.get(of) if type(of) is FunctionType else None
+    if isinstance(of, type) and issubclass(of, Enum):
+        kind = of  # the program allows it: others have functions in their place
     if kind is None or type(name) is not str or name not in kind.__members__:
         _refuse("an attribute that is not a member of an enumeration")
     return kind[name]
@@ -270,6 +288,8 @@ def _known() -> dict[tuple[str, str], Any]:
     for module in ("builtins", "__builtin__"):  # the latter in protocol 2
         known[module, "getattr"] = _member
         known[module, "list"] = _list
+    for old, new in _torch.OLD_METADATA_NAMES.items():
+        known[old] = known[new.__module__, new.__name__]
     known["torch", "Size"] = _size
     known["collections", "OrderedDict"] = _ordered
     # Megatron-core 0.15 and older: as the declared ones, with one more attribute.

@@ -106,17 +106,6 @@ SPARSE = (
 )
 
 
-def allowed_by_the_program() -> dict[str, object]:
-    """Functions and classes by name: given to ``add_safe_globals``, by torch's modules also."""
-    allowed: dict[str, object] = {}
-    for each in torch.serialization.get_safe_globals():
-        if isinstance(each, tuple):
-            allowed[each[1]] = each[0]
-        else:
-            allowed[f"{each.__module__}.{each.__qualname__}"] = each
-    return allowed
-
-
 def kind_of(value: object) -> str:
     return value.kind if isinstance(value, Made) else _KINDS[type(value)]
 

@@ -26,7 +26,6 @@ from nostall._read.pickled_calls import (
     SPARSE,
     Global,
     Made,
-    allowed_by_the_program,
     elements_of,
     fits,
     flat,
@@ -87,7 +86,7 @@ class _Machine:
         self._memo: dict[int, object] = {}
         self._archive_nbytes = archive_nbytes
         self._may_copy = _FREE + _COPIES * archive_nbytes
-        self._allowed = allowed_by_the_program()
+        self._allowed = _torch.safe_globals()
         self._instructions: dict[str, Callable[[Any], object]] = {
             **dict.fromkeys(_SCALARS, self._stack_up),
             **dict.fromkeys(("BINPUT", "LONG_BINPUT"), self._put),
