@@ -215,7 +215,11 @@ class ProtocolError(NostallError):
 
 
 class ReadError(NostallError, OSError):
-    """A file or directory cannot be read: it has the wrong type or exceeds a size limit."""
+    """A file or directory cannot be read, although nothing shows that it is damaged.
+
+    It has the wrong type, exceeds a size limit, or needs a module or class that this environment
+    does not have.
+    """
 
     def __init__(self, message: str, *, errno: int | None = None, **place: Any) -> None:
         super().__init__(message, **place)

@@ -33,7 +33,7 @@ import nostall
 from nostall._commit.metadata import load_metadata
 from nostall._model.jobs import RankFailed
 from nostall._storage.posix_files import PosixFiles
-from nostall._storage.reading import damage_of_container
+from nostall._storage.reading import as_stream, damage_of_container
 from nostall._writer.framing import Receiver, encode, send
 from nostall._writer.main import _Writer
 from nostall._writer.messages import report_from_message
@@ -374,7 +374,7 @@ def test_an_archive_that_takes_any_time_to_read_is_damage(
     content = archive(compression, copies)
     (tmp_path / "file").write_bytes(content)
     with closing(PosixFiles(str(tmp_path)).open("file")) as source:
-        damage = damage_of_container(source, 0, len(content))
+        damage = damage_of_container(as_stream(source))
     assert damage is not None
     assert what in damage
 

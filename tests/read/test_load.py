@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
-from collections.abc import Iterator
+import struct
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from nostall.errors import (
     UntrustedMetadataError,
     UntrustedObjectError,
 )
+from nostall.integrity import State
 from support.parts import save_in_halves
 from support.states import save_stock_way
 
@@ -226,6 +230,97 @@ def test_objects_of_unknown_classes_need_trust(tmp_path: Path) -> None:
     state["settings"] = None
     nostall.load(state, tmp_path, trust=True)
     assert state["settings"] == Settings(0.5)
+
+
+MODULE = """
+class Elsewhere:
+    def __setstate__(self, state):
+        import tables_of_elsewhere
+"""
+
+
+@pytest.fixture
+def of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A checkpoint with an object whose class is in a module that can be imported at first."""
+    source = tmp_path / "modules" / "nostall_elsewhere.py"
+    source.parent.mkdir()
+    source.write_text(MODULE)
+    monkeypatch.syspath_prepend(source.parent)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    value = importlib.import_module("nostall_elsewhere").Elsewhere()
+    value.name = "a"
+    save(tmp_path / "checkpoint", {"o": {"n": value}})
+    yield tmp_path
+    sys.modules.pop("nostall_elsewhere", None)
+
+
+def without_its_module(source: Path) -> None:
+    source.unlink()
+
+
+def without_its_class(source: Path) -> None:
+    source.write_text("")
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (without_its_module, ModuleNotFoundError),
+        (without_its_class, AttributeError),
+        (lambda _: None, ModuleNotFoundError),
+    ],
+)
+def test_what_this_environment_lacks_is_not_damage(
+    of_a_module: Path, change: Callable[[Path], None], cause: type[Exception]
+) -> None:
+    """A class or a module it needs: another checkpoint would not help. A changed byte is damage."""
+    checkpoint, shard = of_a_module / "checkpoint", of_a_module / "checkpoint" / "__0_0.distcp"
+    del sys.modules["nostall_elsewhere"]
+    change(of_a_module / "modules" / "nostall_elsewhere.py")
+    importlib.invalidate_caches()
+    state: dict[str, Any] = {"o": {"n": None}}
+    with pytest.raises(ReadError, match=rf"(?s)object 'o\.n'.*path={shard}.*import") as raised:
+        nostall.load(state, checkpoint, trust=True)
+    assert type(raised.value.__cause__) is cause
+    assert nostall.verify(checkpoint).ok
+    with (
+        damaged(shard, shard.read_bytes().index(b"elsewhere")),
+        pytest.raises(DamagedCheckpointError, match=rf"(?s)object 'o\.n'.*path={shard}"),
+    ):
+        nostall.load(state, checkpoint, trust=True)
+
+
+class Rebuilt(torch.Tensor):
+    """A tensor that needs a module to be made again."""
+
+    def __setstate__(self, state: object) -> None:
+        importlib.import_module("nostall_elsewhere")
+
+
+def test_a_tensor_whose_module_is_missing_is_not_damage(tmp_path: Path) -> None:
+    """The error says what is missing; a changed byte is damage."""
+    save(tmp_path, {"weight": torch.arange(4.0).as_subclass(Rebuilt)}, who="stock")
+    shard = tmp_path / "__0_0.distcp"
+    state = {"weight": torch.zeros(4)}
+    with torch.serialization.safe_globals([Rebuilt]):
+        with pytest.raises(
+            ReadError, match=rf"(?s)nostall_elsewhere.*weight.*path={shard}.*import"
+        ):
+            nostall.load(state, tmp_path)
+        one = shard.read_bytes().index(struct.pack("<f", 1.0))
+        with damaged(shard, one), pytest.raises(DamagedCheckpointError, match="weight"):
+            nostall.load(state, tmp_path)
+
+
+def test_verify_without_a_module_finds_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes were not looked at."""
+    save(tmp_path, {"weight": torch.ones(4)}, who="stock")
+    monkeypatch.setitem(sys.modules, "zipfile", None)
+    assert nostall.verify(tmp_path).state is State.UNREADABLE
+    monkeypatch.undo()
+    assert nostall.verify(tmp_path).ok
 
 
 @contextmanager

@@ -35,7 +35,12 @@ from nostall._model import checksum
 from nostall._model.checksum import use_fastest
 from nostall._model.values import WrittenFile
 from nostall._storage.posix_files import PosixFiles
-from nostall._storage.reading import ChecksumMissing, NoArchive, damage_of_container
+from nostall._storage.reading import (
+    ChecksumMissing,
+    NoArchive,
+    damage_of_container,
+    part_as_stream,
+)
 from nostall.errors import DamagedCheckpointError, UnknownMetadataError, UntrustedMetadataError
 from nostall.integrity import State
 from stress.fuzz_inputs import NUMBERS, TEXTS, VALUES, changed_bytes, changed_json, changed_program
@@ -258,7 +263,9 @@ class ContainerTarget:
         with closing(PosixFiles(str(self._disk.path)).open(self._name)) as source:
             for extent in self._extents:
                 try:
-                    damage = damage_of_container(source, extent.offset, extent.length)
+                    damage = damage_of_container(
+                        part_as_stream(source, extent.offset, extent.length)
+                    )
                 except (ChecksumMissing, NoArchive) as error:
                     outcomes.add(type(error).__name__)
                 else:

@@ -23,6 +23,7 @@ from nostall._storage.reading import (
     crc32_of_file,
     damage_of_container,
     open_to_read,
+    part_as_stream,
 )
 from nostall.errors import NostallError, ReadError
 
@@ -233,7 +234,7 @@ def _look_into(files: Files, expected: ExpectedFile, on_read: Callable[[int], ob
                 unchecked.append(extent.item)
                 continue
             try:
-                why = damage_of_container(source, extent.offset, extent.length)
+                why = damage_of_container(part_as_stream(source, extent.offset, extent.length))
                 archives += 1
             except ChecksumMissing:
                 unchecked.append(extent.item)

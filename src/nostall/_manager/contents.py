@@ -319,6 +319,8 @@ def read_about(directory: str) -> About | None:
         plain = json.loads(bytes(tensor.tolist()))
         if plain["format"] == _FORMAT:
             return _about(plain)
+    except (ImportError, MemoryError):  # of this environment
+        raise
     except Exception as error:  # the bytes may be anything
         raise DamagedCheckpointError(
             f"the description of the step is damaged ({type(error).__name__})",

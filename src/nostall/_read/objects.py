@@ -13,8 +13,14 @@ import torch
 
 from nostall import _torch
 from nostall._read.pickles import Broken, Harmful, require_harmless
-from nostall.errors import DamagedCheckpointError, UntrustedObjectError
+from nostall._storage.reading import is_to_blame
+from nostall.errors import DamagedCheckpointError, ReadError, UntrustedObjectError
 
+ENVIRONMENT_HINT = (
+    "the file is not damaged: what was imported when it was saved has to be importable here"
+)
+OF_BYTES = (Broken, Harmful, RuntimeError)
+"""Raised for bytes that contradict each other; the last by torch."""
 _BEGIN = b"PK\x03\x04"
 """Anything else torch takes for a file of an older version, which has several pickles."""
 _REFUSED = re.compile(r"WeightsUnpickler error: (.*?)(?:\. |$)", re.MULTILINE)
@@ -32,7 +38,8 @@ def object_in(content: io.BytesIO, name: str, *, path: str, trust: bool, hint: s
 
     Raises:
         UntrustedObjectError: It is of a class that is not allowed.
-        DamagedCheckpointError: It cannot be loaded.
+        DamagedCheckpointError: Its bytes are damaged.
+        ReadError: It needs something that this environment does not have.
     """
     what = f"cannot load the object {name!r}"
     try:
@@ -41,13 +48,21 @@ def object_in(content: io.BytesIO, name: str, *, path: str, trust: bool, hint: s
         return torch.load(content, map_location="cpu", weights_only=False)
     except MemoryError:
         raise
-    except (pickle.UnpicklingError, Harmful) as error:
-        kind = DamagedCheckpointError if trust else UntrustedObjectError
-        why = f"{what}: {reason_of(error)}"
-        raise kind(why, phase="read", path=path, hint=None if trust else hint) from error
     except Exception as error:  # a pickle can raise anything
-        why = f"{what}: {reason_of(error)}"
-        raise DamagedCheckpointError(why, phase="read", path=path) from error
+        if not trust and isinstance(error, pickle.UnpicklingError | Harmful):
+            why = f"{what}: {reason_of(error)}"
+            raise UntrustedObjectError(why, phase="read", path=path, hint=hint) from error
+        raise unloadable(what, error, content, path=path) from error
+
+
+def unloadable(
+    what: str, error: Exception, archive: BinaryIO, *, path: str
+) -> DamagedCheckpointError | ReadError:
+    """The error for an archive that cannot be loaded: damage only if its bytes are the reason."""
+    why = f"{what}: {reason_of(error)}"
+    if isinstance(error, OF_BYTES) or is_to_blame(archive, error):
+        return DamagedCheckpointError(why, phase="read", path=path)
+    return ReadError(why, phase="read", path=path, hint=ENVIRONMENT_HINT)
 
 
 def loaded_safely(archive: BinaryIO) -> Any:

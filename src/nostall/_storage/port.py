@@ -219,7 +219,8 @@ def may_pass(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _PASSING
 
 
-_DENIED = {errno.EACCES, errno.EPERM}
+_DENIED = {errno.EACCES, errno.EPERM, errno.ELIBACC}
+"""Access to the file, or to a module that reads it."""
 
 
 def leaves_open(error: Exception) -> bool:

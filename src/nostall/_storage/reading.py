@@ -92,15 +92,16 @@ def crc32_of_file(files: Files, name: str, progress: Callable[[int], object]) ->
     return crc32
 
 
-def damage_of_container(source: Source, offset: int, nbytes: int) -> str | None:
-    """A description of the damage to a ``torch.save`` archive in a file; ``None`` if it is intact.
+def damage_of_container(part: BinaryIO) -> str | None:
+    """A description of the damage to a ``torch.save`` archive; ``None`` if it is intact.
 
     Raises:
         ChecksumMissing: The archive has no checksums to compare.
         NoArchive: The bytes are not an archive.
         OSError: It cannot be read.
     """
-    part = _Stream(source, offset, nbytes)
+    nbytes = part.seek(0, os.SEEK_END)
+    part.seek(0)
     begin = part.read(len(_BEGIN))
     part.seek(max(0, nbytes - _END_NBYTES))
     if begin != _BEGIN and _END not in part.read():
@@ -108,13 +109,35 @@ def damage_of_container(source: Source, offset: int, nbytes: int) -> str | None:
     part.seek(0)
     try:
         return _damage_of_records(part, nbytes)
-    except (ChecksumMissing, OSError):
+    except (ChecksumMissing, OSError, MemoryError):
         raise
+    except ImportError as error:
+        raise ReadError(
+            f"archives cannot be read here: {error}",
+            errno=errno.ELIBACC,
+            phase="read",
+            hint="repair the Python installation",
+        ) from error
     except Exception as error:  # a damaged archive can raise any exception
         return f"an archive in it cannot be read: {type(error).__name__}: {error!s:.200}"
 
 
-def _damage_of_records(part: _Stream, nbytes: int) -> str | None:
+def is_to_blame(part: BinaryIO, error: Exception) -> bool:
+    """Whether the bytes of an archive are the reason that it cannot be loaded.
+
+    If they match their checksums, the reason is the environment: a module or a class that is
+    missing, or another version of one.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    try:
+        return damage_of_container(part) is not None
+    except (ChecksumMissing, NoArchive):
+        return not isinstance(error, ImportError | AttributeError)
+
+
+def _damage_of_records(part: BinaryIO, nbytes: int) -> str | None:
     import zipfile  # here, as it delays the start of the writer process by 7 ms
 
     with zipfile.ZipFile(part) as archive:

@@ -35,7 +35,7 @@ from nostall._cli.checkpoints.nesting import nested
 from nostall._cli.checkpoints.reading import TRUST_HINT, read_into, read_objects
 from nostall._cli.output import progress
 from nostall._model.names import SHARD_SUFFIX
-from nostall._read.objects import look_through, object_in, reason_of
+from nostall._read.objects import look_through, object_in, reason_of, unloadable
 from nostall._read.pickles import Harmful
 from nostall._storage.places import may_have, storage_at
 from nostall._storage.posix import (
@@ -45,7 +45,7 @@ from nostall._storage.posix import (
     sync_directory,
 )
 from nostall._storage.posix_files import PosixFiles
-from nostall._storage.reading import ChecksumMissing, damage_of_container
+from nostall._storage.reading import ChecksumMissing, as_stream, damage_of_container
 from nostall.errors import DamagedCheckpointError, NostallError, ReadError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.removal import remove_checkpoint
@@ -165,8 +165,9 @@ def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
     """Convert a ``torch.save`` file to a checkpoint directory; returns the number of items.
 
     Raises:
-        DamagedCheckpointError: The file is damaged, cannot be loaded, or needs ``trust``.
-        ReadError: It is not a file of ``torch.save``, or does not hold a state dict.
+        DamagedCheckpointError: The file is damaged, or needs ``trust``.
+        ReadError: It is not a file of ``torch.save``, does not hold a state dict, or needs a module
+            that cannot be imported here.
         NostallError: The checkpoint cannot be saved.
     """
     state = _load(source, trust=trust)
@@ -226,12 +227,11 @@ def _load(source: str, *, trust: bool) -> Any:
     except OSError:
         raise
     except Exception as error:  # a pickle can raise anything
-        needs_trust = isinstance(error, pickle.UnpicklingError | Harmful) and not trust
-        raise DamagedCheckpointError(
-            f"cannot load: {reason_of(error)}",
-            path=source,
-            hint=TRUST_HINT if needs_trust else None,
-        ) from error
+        if not trust and isinstance(error, pickle.UnpicklingError | Harmful):
+            what = f"cannot load: {reason_of(error)}"
+            raise DamagedCheckpointError(what, path=source, hint=TRUST_HINT) from error
+        with open(source, "rb") as stream:
+            raise unloadable("cannot load", error, stream, path=source) from error
 
 
 def _require_undamaged(source: str) -> None:
@@ -249,7 +249,7 @@ def _require_undamaged(source: str) -> None:
         )
     directory, name = os.path.split(os.path.abspath(source))
     with closing(PosixFiles(directory).open(name)) as file, suppress(ChecksumMissing):
-        damage = damage_of_container(file, 0, file.stat.nbytes)
+        damage = damage_of_container(as_stream(file))
         if damage is not None:
             raise DamagedCheckpointError(f"the file is damaged: {damage}", path=source)
 

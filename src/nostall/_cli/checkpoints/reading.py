@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from nostall._cli.checkpoints.checkpoint import Checkpoint, Item
-from nostall.errors import DamagedCheckpointError, NostallError
+from nostall._storage.port import reason
+from nostall.errors import DamagedCheckpointError, NostallError, ReadError
 from nostall.filesystem_reader import FileSystemReader
 
 TRUST_HINT = "--trust loads any class; only for files of people you trust"
@@ -72,6 +73,8 @@ def _read(checkpoint: Checkpoint, state: dict[Any, Any]) -> None:
         reader.read_data(plan, planner).wait()
     except (NostallError, MemoryError):
         raise
+    except (OSError, ImportError) as error:
+        raise ReadError(f"cannot read: {reason(error)}", path=checkpoint.path) from error
     except Exception as error:  # damaged files can raise anything
         names = ", ".join(str(key) for key in list(state)[:3])
         first_line = str(error).partition("\n")[0]

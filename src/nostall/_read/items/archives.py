@@ -9,8 +9,9 @@ import torch
 
 from nostall._read.items.forms import DESCRIPTOR, Contradictory, Form, Forms, Unusual
 from nostall._read.items.opened import OpenFile
-from nostall._read.objects import loaded_safely, refused_by_torch
+from nostall._read.objects import OF_BYTES, loaded_safely, reason_of, refused_by_torch
 from nostall._read.plan import Wanted
+from nostall._storage.reading import is_to_blame
 
 _SIGNATURE = b"PK\x07\x08"
 
@@ -84,6 +85,7 @@ class Archives:
 
         Raises:
             DamagedCheckpointError: It is damaged, or not a tensor.
+            ReadError: It needs something that this environment does not have.
             UntrustedObjectError: It is of a class that is not allowed.
             OSError: It cannot be read.
         """
@@ -97,8 +99,10 @@ class Archives:
         except Exception as error:  # damaged archives and pickles can raise anything
             if (refused := refused_by_torch(error)) is not None:
                 raise file.untrusted(f"an item cannot be loaded: {refused}", wanted) from error
-            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.200}"
-            raise file.damaged(f"an item cannot be loaded: {why}", [wanted]) from error
+            what = f"an item cannot be loaded: {type(error).__name__}: {reason_of(error)}"
+            if isinstance(error, OF_BYTES) or is_to_blame(archive, error):
+                raise file.damaged(what, [wanted]) from error
+            raise file.unreadable(what, wanted) from error
         if not isinstance(loaded, torch.Tensor):
             what = f"an item is of type {type(loaded).__name__}, not a tensor"
             raise file.damaged(what, [wanted])

@@ -7,10 +7,11 @@ from typing import BinaryIO
 
 from nostall._model.interrupts import uninterruptible
 from nostall._read.damage import damaged, missing, too_short
+from nostall._read.objects import ENVIRONMENT_HINT
 from nostall._read.plan import Wanted
 from nostall._storage.port import ReadableFiles
 from nostall._storage.reading import ChecksumMissing, NoArchive, damage_of_container, part_as_stream
-from nostall.errors import DamagedCheckpointError, UntrustedObjectError
+from nostall.errors import DamagedCheckpointError, ReadError, UntrustedObjectError
 
 
 class OpenFile:
@@ -55,7 +56,7 @@ class OpenFile:
     def damage_of(self, wanted: Wanted) -> str | None:
         """A description of the damage to an item's archive, if it has checksums."""
         try:
-            return damage_of_container(self._source, wanted.offset, wanted.nbytes)
+            return damage_of_container(self.archive(wanted))
         except (ChecksumMissing, NoArchive):
             return None
 
@@ -71,6 +72,11 @@ class OpenFile:
             path=self._path,
             hint="torch.serialization.add_safe_globals allows a class; trust=True is for objects",
         )
+
+    def unreadable(self, what: str, wanted: Wanted) -> ReadError:
+        """The error for an item that this environment cannot load."""
+        what = f"{what} (item {wanted.name})"
+        return ReadError(what, phase="read", path=self._path, hint=ENVIRONMENT_HINT)
 
     def close(self) -> None:
         """Close the file. Idempotent."""
