@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from nostall._read.items import forms
 from nostall._read.items.forms import Unusual
 from nostall._read.items.load import read_items
 from nostall._read.plan import Wanted
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix_files import PosixFiles, PosixSource, between
 from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.filesystem_reader import Verify
 from programs.streams import Zlib
@@ -367,6 +368,57 @@ def test_small_items_are_read_together(tmp_path: Path) -> None:
     assert len(files.counts) <= 10
     assert sum(files.counts) <= (tmp_path / "__0_0.distcp").stat().st_size
     assert all(bool((planner.tensors[each] == number).all()) for number, each in enumerate(items))
+
+
+class _Turned(PosixSource):
+    """A file of which one byte is right only when it is read for the first time."""
+
+    def __init__(self, path: str, at: int) -> None:
+        super().__init__(path)
+        self._at = at
+        self._times = 0
+
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        nbytes = super().read_into(offset, *memories)
+        if offset <= self._at < offset + nbytes:
+            self._times += 1
+            if self._times > 1:
+                (byte,) = between(memories, self._at - offset, self._at - offset + 1)
+                byte[0] ^= 0xFF
+        return nbytes
+
+
+class _TurnedFiles(PosixFiles):
+    def __init__(self, directory: Path, at: int) -> None:
+        super().__init__(str(directory))
+        self._at = at
+
+    def open(self, name: str) -> PosixSource:
+        return _Turned(self.where(name), self._at)
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (300, 400)], ids=["small", "large"])
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_what_is_compared_is_what_is_loaded(
+    tmp_path: Path, shape: tuple[int, int], *, is_plain: bool
+) -> None:
+    """Also of a tensor that only torch can load: storage may answer otherwise the next time."""
+    stored = torch.arange(float(shape[0] * shape[1])).view(shape)
+    save(tmp_path, {"x": stored if is_plain else stored.t().contiguous().t()})
+    content = (tmp_path / "__0_0.distcp").read_bytes()
+    values = (stored if is_plain else stored.t()).contiguous().numpy().tobytes()
+    at = content.index(values) + len(values) // 2
+    target = torch.zeros(shape)
+    item = item_of("x", (0, 0), shape, torch.Size([0, 0]))
+    wanted = _wanted(tmp_path, [item])
+    read = partial(read_items, wanted, Recorder(lambda _: target), threads=2, verify=True)
+    read(_TurnedFiles(tmp_path, at))
+    assert torch.equal(target, stored)
+    changed = bytearray(content)
+    changed[at] ^= 0xFF
+    (tmp_path / "__0_0.distcp").write_bytes(changed)
+    with pytest.raises(DamagedCheckpointError, match="CRC-32"):
+        read(PosixFiles(str(tmp_path)))
 
 
 def test_the_planner_is_called_as_by_stock(tmp_path: Path) -> None:

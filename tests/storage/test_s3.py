@@ -35,6 +35,7 @@ from nostall.cli import main
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, OptionError, ReadError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.filesystem_reader import Verify
 from nostall.integrity import State
 from nostall.testing import Fault, Hold, inject, storage_contract
 from programs.save_once import save, save_in_background, state_of
@@ -237,6 +238,40 @@ def test_damage_is_found(url: str) -> None:
     assert (found.state, found.damages[0].file) == (State.DAMAGED, name)
     storage.remove([name])
     assert not nostall.is_complete(url)
+
+
+@pytest.mark.parametrize("verify", ["none", "crc"])
+@pytest.mark.parametrize("way", ["whole", "shift"])
+@pytest.mark.parametrize("count", [10, 1 << 18])
+def test_bytes_of_another_range_are_refused(
+    s3: S3Server, url: str, way: str, verify: Verify, count: int
+) -> None:
+    """As of a proxy that ignores ranges: equal archives follow each other, all with checksums."""
+    names = "abcd"
+    saved = {name: torch.full((count,), float(ord(name))) for name in names}
+    dcp.save(saved, storage_writer=FileSystemWriterAsync(url), no_dist=True)
+    shard = shard_of(url)
+    by = storage_at(url).stat(shard).nbytes // len(names)
+    state = {name: torch.zeros(count) for name in names[1:]}
+    s3.inject({"method": "GET", "has": shard, "do": way, "by": by, "times": 1000})
+    try:
+        with pytest.raises(OSError, match=rf"(?s)asked for bytes .* sent .*{shard}"):
+            nostall.load(state, url, verify=verify)
+    finally:
+        s3.inject()
+    nostall.load(state, url, verify=verify)
+    assert all(torch.equal(state[name], saved[name]) for name in state)
+
+
+def test_a_store_that_always_sends_all_can_be_asked_for_all(s3: S3Server, url: str) -> None:
+    """The range is then the one that was asked for."""
+    dcp.save({"a": torch.ones(9)}, storage_writer=FileSystemWriterAsync(url), no_dist=True)
+    name = shard_of(url)
+    s3.inject({"method": "GET", "has": name, "do": "whole", "times": 1000})
+    try:
+        assert nostall.verify(url).state is State.WHOLE
+    finally:
+        s3.inject()
 
 
 def test_existing_checkpoints_are_kept_on_request(url: str) -> None:

@@ -7,8 +7,9 @@
 * ``after`` and ``times``: how many to let pass, and how many to hit then;
 * ``do``: ``answer`` (with ``status`` and ``code``), ``cut`` (close the connection, after reading
   half of what is sent), ``lose`` (do it, and close the connection without an answer), ``truncate``
-  (close it in the middle of the answer's body), ``page`` (answer with a page of HTML) or ``ignore``
-  (do it as if it had no condition).
+  (close it in the middle of the answer's body), ``page`` (answer with a page of HTML), ``ignore``
+  (do it as if it had no condition), ``whole`` (as if it named no range) or ``shift`` (as if its
+  range began ``by`` bytes earlier).
 
 ``GET /.requests`` answers with all requests so far, each with the CRC-32 in it, and forgets them.
 """
@@ -72,6 +73,14 @@ class Faulty:
             case "ignore":
                 for name in ("HTTP_IF_MATCH", "HTTP_IF_NONE_MATCH"):
                     environ.pop(name, None)
+                return self._app(environ, start)
+            case "whole":
+                environ.pop("HTTP_RANGE", None)
+                return self._app(environ, start)
+            case "shift":
+                begin, end = map(int, environ["HTTP_RANGE"].removeprefix("bytes=").split("-"))
+                begin, end = max(0, begin - fault["by"]), max(0, end - fault["by"])
+                environ["HTTP_RANGE"] = f"bytes={begin}-{end}"
                 return self._app(environ, start)
             case "truncate":
                 return self._half(environ, start)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import BinaryIO
 
 import torch
@@ -11,7 +13,12 @@ from nostall._read.items.forms import DESCRIPTOR, Contradictory, Form, Forms, Un
 from nostall._read.items.opened import OpenFile
 from nostall._read.objects import OF_BYTES, loaded_safely, reason_of, refused_by_torch
 from nostall._read.plan import Wanted
-from nostall._storage.reading import is_to_blame
+from nostall._storage.reading import (
+    ChecksumMissing,
+    NoArchive,
+    damage_of_container,
+    is_to_blame,
+)
 
 _SIGNATURE = b"PK\x07\x08"
 
@@ -89,9 +96,11 @@ class Archives:
             UntrustedObjectError: It is of a class that is not allowed.
             OSError: It cannot be read.
         """
-        damage = file.damage_of(wanted) if self.verify else None
-        if damage is not None:
-            raise file.damaged(damage, [wanted])
+        if self.verify:
+            archive = io.BytesIO(archive.read())  # what is compared is what is loaded
+            with suppress(ChecksumMissing, NoArchive):
+                if (damage := damage_of_container(archive)) is not None:
+                    raise file.damaged(damage, [wanted])
         try:
             loaded = loaded_safely(archive)
         except (OSError, MemoryError):

@@ -10,7 +10,7 @@ from nostall._read.damage import damaged, missing, too_short
 from nostall._read.objects import ENVIRONMENT_HINT
 from nostall._read.plan import Wanted
 from nostall._storage.port import ReadableFiles
-from nostall._storage.reading import ChecksumMissing, NoArchive, damage_of_container, part_as_stream
+from nostall._storage.reading import part_as_stream
 from nostall.errors import DamagedCheckpointError, ReadError, UntrustedObjectError
 
 
@@ -52,13 +52,6 @@ class OpenFile:
     def archive(self, wanted: Wanted) -> BinaryIO:
         """The archive of an item, as a stream."""
         return part_as_stream(self._source, wanted.offset, wanted.nbytes)
-
-    def damage_of(self, wanted: Wanted) -> str | None:
-        """A description of the damage to an item's archive, if it has checksums."""
-        try:
-            return damage_of_container(self.archive(wanted))
-        except (ChecksumMissing, NoArchive):
-            return None
 
     def damaged(self, what: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
         """The error for damage to items of this file."""

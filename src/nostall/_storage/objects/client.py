@@ -49,8 +49,12 @@ class Client(Protocol):
 
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
-    ) -> None:
+    ) -> tuple[int, int]:
         """Fill pieces of memory, one after the other, with bytes that a version has, in a request.
+
+        Returns:
+            Begin and end of the bytes that the answer has, as the answer itself says. Unless they
+            are those that were asked for, the memory has no values.
 
         Raises:
             Conflict: The object has another version.

@@ -9,6 +9,7 @@ of the same content.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -66,7 +67,7 @@ class ObjectStorage:
         """Nothing to do: what a store has accepted is durable."""
 
     def open(self, name: str) -> _Source:
-        return _Source(self._client, self._key(name), self.stat(name))
+        return _Source(self._client, self._key(name), self.stat(name), self.where(name))
 
     def stat(self, name: str) -> Stat:
         return self._client.stat(self._key(name))
@@ -129,11 +130,11 @@ class ObjectStorage:
             NotDurableError: The store does not say.
         """
         try:
-            stat = self.stat(name)
-            if stat.nbytes != len(content):
+            source = self.open(name)
+            if source.stat.nbytes != len(content):
                 return False
-            found = bytearray(stat.nbytes)
-            self._client.read_into(self._key(name), 0, [memoryview(found)], stat.version)
+            found = bytearray(len(content))
+            source.read_into(0, memoryview(found))
         except FileNotFoundError:
             return False
         except OSError as error:
@@ -205,8 +206,9 @@ class _Upload:
 class _Source:
     """One version of an object."""
 
-    def __init__(self, client: Client, key: str, stat: Stat) -> None:
+    def __init__(self, client: Client, key: str, stat: Stat, where: str) -> None:
         self.stat = stat
+        self._where = where
         self._client = client
         self._key = key
 
@@ -214,7 +216,12 @@ class _Source:
         nbytes = min(sum(map(len, memories)), max(0, self.stat.nbytes - offset))
         if nbytes:
             wanted = between(memories, 0, nbytes)
-            self._client.read_into(self._key, offset, wanted, self.stat.version)
+            asked = offset, offset + nbytes
+            sent = self._client.read_into(self._key, offset, wanted, self.stat.version)
+            # A proxy may ignore ranges, and other bytes may look like those of another item.
+            if sent != asked:
+                what = "the store was asked for bytes {}-{}, and sent {}-{}".format(*asked, *sent)
+                raise OSError(errno.EREMOTEIO, what, self._where)
         return nbytes
 
     def close(self) -> None:

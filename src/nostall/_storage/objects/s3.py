@@ -84,26 +84,28 @@ class S3Client:
 
     def read_into(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
-    ) -> None:
+    ) -> tuple[int, int]:
         for attempt in range(1, _ATTEMPTS + 1):  # botocore repeats a request, but not its body
             try:
                 return self._read_once(key, offset, memories, version)
             except OSError as error:
                 if attempt == _ATTEMPTS or isinstance(error, Conflict) or not may_pass(error):
                     raise
-        return None
+        raise AssertionError  # the last attempt returns or raises
 
     def _read_once(
         self, key: str, offset: int, memories: Sequence[memoryview], version: Version
-    ) -> None:
+    ) -> tuple[int, int]:
         end = offset + sum(map(len, memories))
         with errors_at(self._where(key)):
             got = self._s3.get_object(
                 Bucket=self._bucket, Key=key, Range=f"bytes={offset}-{end - 1}", IfMatch=version
             )
             with got["Body"] as body:
-                for memory in memories:
+                sent = _range_of(got)
+                for memory in memories if sent == (offset, end) else ():
                     self._fill(memory, body, key)
+            return sent
 
     def _fill(self, memory: memoryview, body: Any, key: str) -> None:
         while memory:
@@ -172,6 +174,16 @@ class S3Client:
 
     def _where(self, key: str) -> str:
         return f"s3://{self._bucket}/{key}"
+
+
+def _range_of(got: Mapping[str, Any]) -> tuple[int, int]:
+    """Begin and end of the bytes in an answer; without a range it has all of the object."""
+    if "ContentRange" not in got:
+        return 0, got["ContentLength"]
+    first, last = map(int, got["ContentRange"].removeprefix("bytes ").partition("/")[0].split("-"))
+    if got.get("ContentLength", last + 1 - first) != last + 1 - first:
+        raise ValueError(f"{got['ContentLength']} bytes as {got['ContentRange']:.80}")
+    return first, last + 1
 
 
 class _S3Parts:
