@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nostall import _torch
 from nostall._engine import default_engine
 from nostall._model.names import METADATA_SUFFIX, is_metadata_of_one_rank, is_ours_to_remove
 from nostall._storage.destination import place_of
-from nostall._storage.places import is_address, storage_at
+from nostall._storage.places import is_address, object_storage_at
+from nostall._storage.posix import HeldDirectory
 from nostall._tier.local import records_in
 from nostall._tier.parts import is_record
 from nostall.errors import OptionError, WriteError
+
+if TYPE_CHECKING:
+    from nostall._storage.objects.object_storage import ObjectStorage
 
 __all__ = ["remove_checkpoint"]
 
@@ -62,24 +68,40 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
 
 def _remove(directory: str) -> None:
-    try:
-        contents = _contents(directory)
-        if contents is None:
-            return
-        files = storage_at(directory)
-        files.remove(contents.metadata)
-        # Even without metadata: an interrupted call may not have reached this line.
-        files.flush()
-        files.remove(contents.rest)
-    except OSError as error:
-        raise _not_removed("the checkpoint could not be removed", error, directory) from error
-    if contents.others:
+    opened = _opened(directory)
+    if opened is None:
         return
+    what = "the checkpoint could not be removed"
+    with opened as place:
+        try:
+            contents = _contents(directory, place.list())
+            place.remove(contents.metadata)
+            # Even without metadata: an interrupted call may not have reached this line.
+            place.flush()
+            place.remove(contents.rest)
+            if not contents.others:
+                what = "the checkpoint is removed, but its empty directory stays"
+                place.remove_place()
+        except OSError as error:
+            raise _not_removed(what, error, directory) from error
+
+
+def _opened(directory: str) -> AbstractContextManager[HeldDirectory | ObjectStorage] | None:
+    """The files there; ``None`` if the directory does not exist."""
+    if is_address(directory):
+        return nullcontext(object_storage_at(directory))
     try:
-        storage_at(directory).remove_place()
+        return closing(HeldDirectory(directory))
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        if not os.path.islink(directory):
+            raise _no_checkpoint(directory, "a file") from None
+        raise OptionError(
+            "a symbolic link is not removed", path=directory, hint="pass the directory itself"
+        ) from None
     except OSError as error:
-        what = "the checkpoint is removed, but its empty directory stays"
-        raise _not_removed(what, error, directory) from error
+        raise _not_removed("the checkpoint could not be opened", error, directory) from error
 
 
 def _not_removed(what: str, error: OSError, directory: str) -> WriteError:
@@ -92,18 +114,9 @@ def _not_removed(what: str, error: OSError, directory: str) -> WriteError:
     )
 
 
-def _contents(directory: str) -> _Contents | None:
-    """The names in the directory; ``None`` if it does not exist."""
-    if not is_address(directory) and os.path.islink(directory):
-        raise OptionError(
-            "a symbolic link is not removed", path=directory, hint="pass the directory itself"
-        )
-    try:
-        names = sorted(storage_at(directory).list())
-    except FileNotFoundError:
-        return None
-    except NotADirectoryError:
-        raise _no_checkpoint(directory, "a file") from None
+def _contents(directory: str, names: list[str]) -> _Contents:
+    """The names in the directory, by purpose."""
+    names = sorted(names)
     records = [] if is_address(directory) else records_in(directory, names)
     contents = _sorted_out(names, records)
     if contents.others and not contents.metadata and not contents.rest:

@@ -86,12 +86,12 @@ class Disk:
         if name not in {"replace", "unlink", "rmdir", "mkdir"}:
             return real
 
-        def change(*arguments: Any) -> None:
+        def change(*arguments: Any, **named: Any) -> None:
             with self._lock:
                 self.left -= 1
                 if self.left < 0:
                     raise OSError(errno.EROFS, "the machine has crashed")
-                real(*arguments)
+                real(*arguments, **named)
                 self.look()
 
         return change

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -127,3 +129,41 @@ def test_files_with_names_of_a_local_tier_stay_elsewhere(tmp_path: Path) -> None
     dcp.save(small_state(), storage_writer=FileSystemWriterAsync(tmp_path))
     nostall.remove_checkpoint(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".copied", ".destination", ".promoted", "train.py"]
+
+
+SWAP = """
+import os, sys
+import nostall
+
+path, moved, another = sys.argv[1:]
+
+def swap(event, arguments):
+    if event in ("os.remove", "os.rmdir") and not os.path.lexists(moved) and EVENT == event:
+        os.rename(path, moved)
+        os.symlink(another, path)
+
+EVENT = os.environ["SWAP_AT"]
+sys.addaudithook(swap)
+nostall.remove_checkpoint(path)
+"""
+
+
+@pytest.mark.parametrize("event", ["os.remove", "os.rmdir"])
+def test_a_directory_that_becomes_a_link_meanwhile_does_not_lead_to_another(
+    tmp_path: Path, event: str
+) -> None:
+    """Whatever has its name later, only what was looked at is removed."""
+    path, another = saved(tmp_path / "save"), saved(tmp_path / "another")
+    moved = tmp_path / "moved"
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SWAP, path, moved, another],
+        env={**os.environ, "SWAP_AT": event},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert nostall.verify(another).ok
+    assert path.is_symlink()
+    assert os.listdir(moved) == []
+    assert "its empty directory stays" in ended.stderr

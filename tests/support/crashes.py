@@ -89,10 +89,11 @@ class RecordingOs:
             os.replace(source, target)
             self._note("rename", source, target)
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         with self._lock:
-            os.unlink(path)
-            self._note("unlink", path)
+            os.unlink(path, dir_fd=dir_fd)
+            inside = "" if dir_fd is None else self._paths[dir_fd]
+            self._note("unlink", os.path.join(inside, path))
 
     def rmdir(self, path: str) -> None:
         with self._lock:

@@ -41,6 +41,8 @@ class HangingOs:
 
     def _hang(self, target: str | int, *arguments: Any, **options: Any) -> Any:
         path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
+        if (inside := options.get("dir_fd")) is not None:
+            path = f"{os.readlink(f'/proc/self/fd/{inside}')}/{path}"
         if self._part in path:
             self.is_reached.set()
             assert self._answers.wait(DEADLINE_S)

@@ -413,6 +413,49 @@ def remove_directory(path: str) -> None:
     sync_directory(os.path.dirname(path))
 
 
+class HeldDirectory:
+    """A directory that is opened once: what gets its name meanwhile is not touched.
+
+    Args:
+        path: Its path, which must not be a symbolic link.
+
+    Raises:
+        NotADirectoryError: It is a symbolic link, or a file.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def list(self) -> list[str]:
+        """The names in it."""
+        return os.listdir(self._fd)
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Remove files if they exist."""
+        for name in names:
+            try:
+                os.unlink(name, dir_fd=self._fd)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                error.filename = os.path.join(self._path, name)
+                raise
+
+    def flush(self) -> None:
+        """Make that durable."""
+        os.fsync(self._fd)
+
+    def remove_place(self) -> None:
+        """Remove the directory if it is empty, and make that durable."""
+        remove_directory(self._path)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self._fd)
+
+
 def remove_files(paths: Iterable[str]) -> None:
     """Remove files that will never be committed; errors are ignored."""
     for path in paths:
