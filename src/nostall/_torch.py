@@ -12,7 +12,7 @@ import inspect
 import io
 import pickle
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
@@ -94,7 +94,7 @@ without_modes: Callable[[], AbstractContextManager[object]] = (
 _validate_global_plan: Callable[[list[SavePlan], Metadata], bool | list[str]] | None = _optional(
     "_validate_global_plan", "torch.distributed.checkpoint.default_planner"
 )
-# A plain tensor that describes its part of a larger one; missing in older torch.
+# A plain tensor that describes its part of a larger one; missing before torch 2.14.
 _CheckpointableTensor: Any = _optional(
     "CheckpointableTensor", "torch.distributed.checkpoint.protocol"
 )
@@ -309,12 +309,64 @@ def payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return dense
 
 
-def any_says_its_place(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of the tensors describes its place in a larger one."""
-    return _CheckpointableTensor is not None and any(
-        hasattr(tensor, "global_shape") and isinstance(tensor, _CheckpointableTensor)
-        for tensor in tensors
-    )
+_PLANNERS_CALL = ("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__")
+_PLANNERS_READ = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_PLANNERS_ASK = frozenset(_PLANNERS_CALL + _PLANNERS_READ)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_FIXED = (type(None), bool, int, float, complex, str, bytes)
+
+
+def says_its_place(tensor: torch.Tensor) -> bool:
+    """Whether planners ask the tensor itself which part of a larger one it is, as a DTensor."""
+    if type(tensor) in _PLAIN:
+        return not _PLANNERS_ASK.isdisjoint(vars(tensor))
+    return any(hasattr(tensor, name) for name in _PLANNERS_ASK)
+
+
+def global_size(tensor: torch.Tensor) -> torch.Size:
+    """The size of the whole tensor, which this torch's planner compares with that of the saved."""
+    described: Any = tensor
+    if (
+        _CheckpointableTensor is not None
+        and hasattr(tensor, "global_shape")
+        and isinstance(tensor, _CheckpointableTensor)
+    ):
+        return torch.Size(described.global_shape)
+    return tensor.size()
+
+
+def described_as(original: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    """The copy, with what planners ask the original: methods of its class, and attributes.
+
+    Args:
+        original: Any tensor. Unless its class answers planners, attributes that can change are left
+            out: they may be as large as gradients.
+        copied: A copy of its values, which may be of another class.
+
+    Raises:
+        ValueError: A method belongs to the original alone.
+        Exception: An attribute cannot be copied, or an instance of the class cannot be made.
+    """
+    kind, torchs = type(original), DTensor if isinstance(original, DTensor) else torch.Tensor
+    answers = [name for name in _PLANNERS_ASK if getattr(kind, name, 0) != getattr(torchs, name, 0)]
+    if answers and type(copied) is not kind:
+        copied = copied.as_subclass(kind)
+    own = vars(original)
+    read = {name: getattr(original, name) for name in _PLANNERS_READ if hasattr(original, name)}
+    for name, value in (own | read).items():
+        if name in _PLANNERS_CALL:
+            raise ValueError(f"its {name} is not a method of its class, and cannot be copied")
+        if name in vars(copied) or (name not in own and getattr(copied, name, None) == value):
+            continue
+        if _is_fixed(value):
+            setattr(copied, name, value)
+        elif answers or name in read:
+            setattr(copied, name, private_copy(value))
+    return copied
+
+
+def _is_fixed(value: object) -> bool:
+    return type(value) in _FIXED or (isinstance(value, tuple) and all(map(_is_fixed, value)))
 
 
 def private_copy(value: Any) -> Any:

@@ -300,8 +300,8 @@ def test_a_name_that_may_be_something_else_is_not_replaced() -> None:
 
 
 def test_a_tensor_that_says_its_place_is_planned_every_time(tmp_path: Path) -> None:
-    """Since torch 2.15 a tensor can say which parts of a larger one it holds; they may change."""
-    pytest.importorskip("torch.distributed.checkpoint.protocol", reason="torch has it since 2.15")
+    """Since torch 2.14 a tensor can say which parts of a larger one it holds; they may change."""
+    pytest.importorskip("torch.distributed.checkpoint.protocol", reason="torch has it since 2.14")
 
     def state(row: int) -> State:
         tensor: Any = torch.arange(24.0).reshape(4, 6) + row

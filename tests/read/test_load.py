@@ -27,6 +27,7 @@ from nostall.errors import (
     UntrustedObjectError,
 )
 from nostall.integrity import State
+from support.described import HAS_ATTRIBUTES, Padded, filled, part, whole, with_attributes
 from support.parts import save_in_halves
 from support.states import save_stock_way
 
@@ -515,3 +516,53 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
             nostall.load(state, path)
     with pytest.raises(OptionError, match="the checkpoint path is empty"):
         nostall.load(state, "")
+
+
+# --- tensors that say which part of a larger one they hold ----------------------------------------
+
+SWAPPED = ((4, 0, 4), (0, 4, 4))
+
+
+@pytest.mark.parametrize("chunks", ["one", "two"])
+def test_a_class_that_describes_itself_is_asked_where_values_go(
+    tmp_path: Path, chunks: str
+) -> None:
+    """As by ``dcp.load``, also where the checkpoint has the tensor in one piece."""
+    save(tmp_path, {"t": whole() if chunks == "one" else part(((0, 0, 5), (5, 5, 3)))})
+    for load in (
+        nostall.load,
+        lambda state, path: dcp.load(state, storage_reader=nostall.FileSystemReader(path)),
+    ):
+        padded, swapped = Padded(torch.zeros(10, 6), 8), part(SWAPPED)
+        swapped.zero_()
+        for tensor in (padded, swapped):
+            load({"t": tensor}, tmp_path)
+        assert torch.equal(padded.held[:8], whole())
+        assert torch.equal(padded.held[8:], torch.zeros(2, 6))
+        assert torch.equal(swapped.as_subclass(torch.Tensor), filled(SWAPPED))
+
+
+@pytest.mark.skipif(not HAS_ATTRIBUTES, reason="torch has these attributes since 2.14")
+def test_attributes_say_where_values_go(tmp_path: Path) -> None:
+    """A few rows of a larger tensor, with room for more; what is wrong is an error by name."""
+    rows = ((3, 1, 5),)
+    save(tmp_path, {"t": whole()})
+    target = with_attributes(torch.full((6, 6), -1.0), rows)
+    nostall.load({"t": target}, tmp_path)
+    assert torch.equal(target[1:], whole()[3:])
+    assert torch.equal(target[0], torch.full((6,), -1.0))
+    target.global_shape = (9, 6)
+    with pytest.raises(OptionError, match=r"t \(8, 6\) instead of \(9, 6\)"):
+        nostall.load({"t": target}, tmp_path)
+    target.global_shape, target.local_sizes = (8, 6), ()
+    with pytest.raises(OptionError, match=r"t: ValueError: .*must have the same length"):
+        nostall.load({"t": target}, tmp_path)
+
+
+def test_what_a_class_raises_is_an_error_of_the_load(tmp_path: Path) -> None:
+    """A class whose description is wrong is named, before anything is read."""
+    save(tmp_path, {"t": whole()})
+    broken = part(SWAPPED)
+    broken.rows = None
+    with pytest.raises(OptionError, match=r"t: TypeError: .*NoneType"):
+        nostall.load({"t": broken}, tmp_path)

@@ -220,7 +220,11 @@ def _is_exact(value: object, state: object) -> bool:
     if isinstance(value, torch.optim.Optimizer):
         return True
     leaves = _torch.flatten_state_dict({"": state})[0].values()
-    return not any(isinstance(leaf, DTensor | _torch.ShardedTensor) for leaf in leaves)
+    return not any(
+        isinstance(leaf, _torch.ShardedTensor)
+        or (isinstance(leaf, torch.Tensor) and _torch.says_its_place(leaf))
+        for leaf in leaves
+    )
 
 
 def parameters_of(value: object) -> list[torch.Tensor]:

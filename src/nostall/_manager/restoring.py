@@ -157,7 +157,7 @@ class Restoration:
             parameter: The optimizer's parameter that it belongs to, if any.
         """
         size, dtype, known = entry.size, entry.properties.dtype, self._placements
-        if present is not None and (present.shape, present.dtype) == (size, dtype):
+        if present is not None and (_torch.global_size(present), present.dtype) == (size, dtype):
             return present
         if isinstance(parameter, DTensor) and known is not None and name in known:
             places, mesh = known[name], parameter.device_mesh
@@ -165,8 +165,10 @@ class Restoration:
                 return None
             placements = [Replicate() if each is None else Shard(each) for each in places]
             return empty(size, dtype=dtype, device_mesh=mesh, placements=placements)
-        if parameter is not None and parameter.shape == size:
-            return torch.empty_like(parameter, dtype=dtype)
+        if parameter is not None and _torch.global_size(parameter) == size:
+            made = torch.empty_like(parameter, dtype=dtype)
+            is_part = type(made) is torch.Tensor and _torch.says_its_place(parameter)
+            return _torch.described_as(parameter, made) if is_part else made
         if isinstance(parameter, DTensor) and known is None and size:
             return None
         return torch.empty(size, dtype=dtype)
@@ -301,11 +303,11 @@ def _differences(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
     flat, _ = _torch.flatten_state_dict(dict(items))
     saved, paths = metadata.state_dict_metadata, metadata.planner_data or {}
     shapes = [
-        f"{name} {tuple(entry.size)} instead of {tuple(value.size())}"
+        f"{name} {tuple(entry.size)} instead of {tuple(size)}"
         for name, value in flat.items()
         if isinstance(value, torch.Tensor)
         and isinstance(entry := saved.get(name), TensorStorageMetadata)
-        and entry.size != value.size()
+        and entry.size != (size := _torch.global_size(value))
     ]
     missing = [name for name in flat if name not in saved]
     if not missing and not shapes:

@@ -191,8 +191,10 @@ def _copied(
 
     def place(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         if _payload_stride(tensor.detach()) is not None:
-            return next(remaining).requires_grad_(tensor.requires_grad)
-        copied: torch.Tensor = _private_copy(fqn, _torch.plain(tensor))
+            copied = next(remaining)
+        else:
+            copied = _private_copy(fqn, _torch.plain(tensor))
+        copied = _described(fqn, tensor, copied)
         return copied.requires_grad_() if tensor.requires_grad else copied
 
     content: dict[str, Any] = _rebuild(state_dict, "", place, _private_copy)
@@ -205,12 +207,26 @@ def _private_copy(fqn: str, value: Any) -> Any:
     try:
         return _torch.private_copy(value)
     except Exception as error:  # of a user's object
-        raise StagingError(
-            f"item {fqn!r} cannot be staged: {type(error).__name__}: {error}",
-            phase="stage",
-            hint="change the item or leave it out of the state dict",
-            cause=error,
-        ) from None
+        raise _not_staged(fqn, error) from None
+
+
+def _described(fqn: str, original: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    """The copy, which answers planners as the original does."""
+    if not vars(original) and not _torch.says_its_place(original):
+        return copied  # most tensors
+    try:
+        return _torch.described_as(original, copied)
+    except Exception as error:  # of a user's class
+        raise _not_staged(fqn, error) from None
+
+
+def _not_staged(fqn: str, error: Exception) -> StagingError:
+    return StagingError(
+        f"item {fqn!r} cannot be staged: {type(error).__name__}: {error}",
+        phase="stage",
+        hint="change the item or leave it out of the state dict",
+        cause=error,
+    )
 
 
 def _rebuild(
@@ -226,7 +242,7 @@ def _rebuild(
         return _rebuild(element, name, on_tensor, on_object)
 
     if isinstance(value, DTensor):
-        return DTensor.from_local(
+        twin = DTensor.from_local(
             on_tensor(path, value.to_local()),
             value.device_mesh,
             value.placements,
@@ -234,6 +250,12 @@ def _rebuild(
             shape=value.size(),
             stride=value.stride(),
         )
+        with torch.no_grad():  # returns the local tensors themselves, which DTensors ask
+            local = twin.to_local()
+            if _described(path, value.to_local(), local) is not local:
+                lost = type(value.to_local()).__name__
+                raise _not_staged(path, TypeError(f"its DTensor cannot hold a copy of a {lost}"))
+        return _described(path, value, twin)
     if isinstance(value, _torch.ShardedTensor):
         return _torch.with_other_shards(
             value, lambda number, shard: on_tensor(f"{path}#{number}", shard)
@@ -267,8 +289,10 @@ class _PlacePickler(pickle.Pickler):
         self._begin, self._end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
 
     def persistent_id(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and self._begin <= value.data_ptr() < self._end:
+        if _has_own_memory(value) and self._begin <= value.data_ptr() < self._end:
             return (
+                type(value),
+                vars(value),
                 value.data_ptr() - self._begin,
                 value.dtype,
                 tuple(value.shape),
@@ -278,14 +302,24 @@ class _PlacePickler(pickle.Pickler):
         return None
 
 
+def _has_own_memory(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
+
+
 class _PlaceUnpickler(pickle.Unpickler):
     def __init__(self, stream: io.BytesIO, memory: mmap.mmap) -> None:
         super().__init__(stream)
         self._memory = memory
 
     def persistent_load(self, place: Any) -> torch.Tensor:
-        offset, dtype, shape, stride, requires_grad = place
+        of_class, attributes, offset, dtype, shape, stride, requires_grad = place
         (view,) = views_of(self._memory, [(offset, dtype, shape, stride)])
+        if of_class is not torch.Tensor:
+            view = view.as_subclass(of_class)
+        vars(view).update(attributes)
         return view.requires_grad_(requires_grad)
 
 

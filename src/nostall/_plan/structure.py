@@ -159,7 +159,7 @@ class _TensorKinds:
                         for look, known in zip(_EXTENTS, self._extents, strict=True)
                     )
                     and _all_have_memory(tensors)
-                    and not _torch.any_says_its_place(tensors)
+                    and not any(hasattr(tensor, "global_shape") for tensor in tensors)
                 )
         except RuntimeError:
             return False  # nested tensors have no sizes, and tensors inside vmap no storage
@@ -269,6 +269,7 @@ def _is_recognizable(leaf: Any) -> bool:
         and leaf.layout == torch.strided
         and not leaf.is_nested
         and not leaf.is_neg()  # its memory has other values
+        and not _torch.says_its_place(leaf)
     )
 
 

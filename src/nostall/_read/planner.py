@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.tensor import DTensor
 
 from nostall import _torch
 from nostall._model.wording import some
@@ -96,9 +95,16 @@ class Planner(DefaultLoadPlanner):
                 self._whole[name] = value
                 items.append(_tensor(name, entry))
             else:
-                items += create_default_local_load_plan({name: value}, self.metadata).items
+                items += self._parts(name, value, self.metadata)
         self.loaded = tuple(wanted)
         return LoadPlan(items)
+
+    def _parts(self, name: str, value: Any, metadata: Metadata) -> list[ReadItem]:
+        try:
+            return create_default_local_load_plan({name: value}, metadata).items
+        except Exception as error:  # of the tensor's class, or for what it says of itself
+            why = error.__cause__ or error  # stock's planner calls each ValueError wrong metadata
+            raise self._misfit(f"{name}: {type(why).__name__}: {why}") from error
 
     def _fitting(self, entries: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """The selected values and their entries, by name; all of them fit."""
@@ -148,8 +154,8 @@ class Planner(DefaultLoadPlanner):
             if is_tensor is isinstance(entry, BytesStorageMetadata):
                 where = "state" if is_tensor else "checkpoint"
                 kinds.append(f"{name} (a tensor in the {where} only)")
-            elif is_tensor and value.size() != entry.size:
-                shapes.append(f"saved {entry.size} and current: {value.size()} for {name}")
+            elif is_tensor and (size := _torch.global_size(value)) != entry.size:
+                shapes.append(f"saved {entry.size} and current: {size} for {name}")
             if is_tensor and value.is_meta:
                 without.append(name)
         if shapes:
@@ -220,8 +226,7 @@ def _is_whole(value: object, entry: TensorStorageMetadata) -> bool:
     """Whether a tensor has all values of a stored one, which is one chunk."""
     return (
         isinstance(value, torch.Tensor)
-        and not isinstance(value, DTensor)
-        and not _torch.any_says_its_place([value])
+        and not _torch.says_its_place(value)
         and len(entry.chunks) == 1
         and entry.chunks[0].sizes == entry.size
     )
