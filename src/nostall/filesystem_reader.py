@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -23,11 +24,13 @@ from nostall._model.collection import no_collection
 from nostall._model.interrupts import uninterrupted
 from nostall._model.names import AS_SAFETENSORS
 from nostall._model.reads import ReadCounter, listed
+from nostall._model.wording import counted
 from nostall._ranks.exchange import GroupPeers, require_cpu_members
 from nostall._read.counted import CountedFiles
 from nostall._read.items.forms import Form, bare_form
 from nostall._read.items.load import read_items
 from nostall._read.plan import Wanted, chunk_of, nbytes_by_archive, nbytes_of_all, rows_of
+from nostall._read.planner import Planner
 from nostall._read.read_once import read_shared
 from nostall._read.sharing import Member, Share, all_want_to_share, share
 from nostall._storage.destination import is_place, place_of
@@ -39,6 +42,8 @@ from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 from nostall.options import require_integer
 
 __all__ = ["FileSystemReader"]
+
+_log = logging.getLogger("nostall")
 
 Verify = Literal["none", "crc"]
 
@@ -215,6 +220,13 @@ class FileSystemReader(dcp.FileSystemReader):
             RankLostError: Ranks that share can no longer communicate.
         """
         wanted, transformed = self._wanted(plan)
+        if isinstance(planner, Planner):
+            casts = planner.casts
+        else:
+            casts = self._casts(plan, getattr(planner, "state_dict", None))
+        if casts and _place_of_this_rank()[0] == 0:
+            what, kinds = counted(len(casts), "tensor"), ", ".join(sorted(set(casts.values())))
+            _log.info("casting %s, %s: path=%s", what, kinds, self._resolved())
         with no_collection():
             self._read(wanted, planner, plan.storage_data)
         if transformed:
@@ -226,6 +238,20 @@ class FileSystemReader(dcp.FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _casts(self, plan: LoadPlan, state: object) -> dict[str, str]:
+        """Dtypes of the tensors in a planner's state that differ from the saved ones, by name."""
+        found: dict[str, str] = {}
+        if not isinstance(state, Mapping):  # a planner of the user's own may have none
+            return found
+        for item in plan.items:
+            entry = self._stored.get(item.storage_index.fqn)
+            target = state.get(item.dest_index.fqn)
+            if isinstance(entry, TensorStorageMetadata) and isinstance(target, torch.Tensor):
+                saved = entry.properties.dtype
+                if target.dtype != saved:
+                    found[item.dest_index.fqn] = f"{saved} to {target.dtype}"
+        return found
 
     def _read(self, wanted: list[Wanted], planner: LoadPlanner, shared: object) -> None:
         path = self._resolved()

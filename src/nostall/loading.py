@@ -32,6 +32,7 @@ def load(
     *,
     keys: Collection[str] | None = None,
     strict: bool = True,
+    strict_dtype: bool = False,
     verify: Verify = "none",
     threads: int = 4,
     trust: bool = False,
@@ -60,6 +61,9 @@ def load(
         strict: Whether the checkpoint must have everything that is to be loaded; otherwise what it
             does not have stays as it is. Also whether it must have nothing for a dictionary that is
             empty in the state: that of an optimizer is, before its first step.
+        strict_dtype: Whether tensors must have the dtypes in the checkpoint. By default values are
+            cast to the dtype of the tensor that they are loaded into, and one INFO message says of
+            how many tensors.
         verify: As of :class:`nostall.FileSystemReader`.
         threads: The same.
         trust: Unpickle objects of any class, which can run code. Otherwise they must be of the
@@ -94,6 +98,7 @@ def load(
     where = os.fspath(path)
     for name, flag in (
         ("strict", strict),
+        ("strict_dtype", strict_dtype),
         ("trust", trust),
         ("read_once", read_once),
         ("use_collectives", use_collectives),
@@ -122,6 +127,7 @@ def load(
     planner = Planner(
         lambda name: wanted is None or wanted.has(name),
         strict=strict,
+        strict_dtype=strict_dtype,
         trust=trust,
         path=where,
         empty=[empty for name in others for empty in empty_in(present[name], str(name))],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import re
 import shutil
 import struct
@@ -566,3 +567,51 @@ def test_what_a_class_raises_is_an_error_of_the_load(tmp_path: Path) -> None:
     broken.rows = None
     with pytest.raises(OptionError, match=r"t: TypeError: .*NoneType"):
         nostall.load({"t": broken}, tmp_path)
+
+
+# --- other dtypes ---------------------------------------------------------------------------------
+
+
+def casts(caplog: pytest.LogCaptureFixture) -> list[str]:
+    said = [each.getMessage() for each in caplog.records if "casting" in each.getMessage()]
+    caplog.clear()
+    return said
+
+
+def test_a_load_says_once_how_many_tensors_are_cast(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At INFO, by whichever call; nothing is said if all dtypes are those that were saved."""
+    saved = {"a": torch.ones(3), "b": part(SWAPPED), "c": torch.arange(3), "step": 1}
+    save(tmp_path / "0", saved)
+    half = {"a": torch.zeros(3).half(), "b": torch.zeros(8, 6).half(), "c": torch.zeros(3).long()}
+    same = {"a": torch.zeros(3), "b": torch.zeros(8, 6), "c": torch.zeros(3).long(), "step": 0}
+    with nostall.CheckpointManager(tmp_path / "managed") as manager:
+        manager.save(1, {"t": torch.ones(2), "other": torch.ones(2)})
+    caplog.set_level(logging.INFO, logger="nostall")
+    nostall.load(half, tmp_path / "0")
+    (said,) = casts(caplog)
+    assert "casting 2 tensors, torch.float32 to torch.float16: path=" in said
+    assert half["b"].float().equal(whole())
+    dcp.load(half, storage_reader=nostall.FileSystemReader(tmp_path / "0"), no_dist=True)
+    assert casts(caplog) == [said]
+    nostall.load(same, tmp_path / "0")
+    assert casts(caplog) == []
+    state = {"t": torch.zeros(2).bfloat16(), "other": torch.zeros(2)}
+    nostall.CheckpointManager(tmp_path / "managed").restore(state)
+    (said,) = casts(caplog)
+    assert "casting 1 tensor, torch.float32 to torch.bfloat16: path=" in said
+
+
+def test_strict_dtype_refuses_to_cast(tmp_path: Path) -> None:
+    """Nothing is loaded, and the tensors are named with both dtypes."""
+    save(tmp_path, {"a": torch.ones(3), "b": torch.ones(2)})
+    state = {"a": torch.zeros(3).bfloat16(), "b": torch.zeros(2)}
+    what = r"it would cast a from torch\.float32 to torch\.bfloat16"
+    with pytest.raises(OptionError, match=what):
+        nostall.load(state, tmp_path, strict_dtype=True)
+    assert not state["b"].any()
+    nostall.load(state, tmp_path, strict_dtype=True, keys=["b"])
+    assert state["b"].all()
+    with pytest.raises(OptionError, match="strict_dtype='no' is neither True nor False"):
+        nostall.load(state, tmp_path, strict_dtype="no")  # type: ignore[arg-type]  # wrong

@@ -42,6 +42,7 @@ class Planner(DefaultLoadPlanner):
         strict: Whether a selected item has to be in the checkpoint.
         trust: Whether objects may be of any class.
         path: Checkpoint directory, for errors.
+        strict_dtype: Whether tensors must have the dtypes in the checkpoint.
         empty: Names of dictionaries without any item; if ``strict``, the checkpoint must not have
             items in them.
     """
@@ -53,11 +54,13 @@ class Planner(DefaultLoadPlanner):
         strict: bool,
         trust: bool,
         path: str,
+        strict_dtype: bool = False,
         empty: Iterable[str] = (),
     ) -> None:
         super().__init__()
         self._is_selected = is_selected
         self._strict = strict
+        self._strict_dtype = strict_dtype
         self._trust = trust
         self._path = path
         self._empty = frozenset(empty)
@@ -66,6 +69,8 @@ class Planner(DefaultLoadPlanner):
         """Names of selected items that the checkpoint does not have."""
         self.loaded: tuple[str, ...] = ()
         """Names of the others."""
+        self.casts: dict[str, str] = {}
+        """Dtypes of the tensors that are loaded into one of another dtype: ``saved to target``."""
 
     def set_up_planner(
         self,
@@ -125,7 +130,7 @@ class Planner(DefaultLoadPlanner):
             )
         if self._strict:
             self._require_places(entries)
-        self._require_shapes(wanted)
+        self._require_forms(wanted)
         return wanted
 
     def _require_places(self, entries: Mapping[str, Any]) -> None:
@@ -147,7 +152,7 @@ class Planner(DefaultLoadPlanner):
                 " with a CheckpointManager; strict=False leaves it empty",
             )
 
-    def _require_shapes(self, wanted: Mapping[str, tuple[Any, Any]]) -> None:
+    def _require_forms(self, wanted: Mapping[str, tuple[Any, Any]]) -> None:
         shapes, without, kinds = [], [], []
         for name, (value, entry) in wanted.items():
             is_tensor = _is_tensor(value)
@@ -156,10 +161,15 @@ class Planner(DefaultLoadPlanner):
                 kinds.append(f"{name} (a tensor in the {where} only)")
             elif is_tensor and (size := _torch.global_size(value)) != entry.size:
                 shapes.append(f"saved {entry.size} and current: {size} for {name}")
+            elif is_tensor and value.dtype != entry.properties.dtype:
+                self.casts[name] = f"{entry.properties.dtype} to {value.dtype}"
             if is_tensor and value.is_meta:
                 without.append(name)
         if shapes:
             raise self._misfit(f"Size mismatch between {some(shapes)}")
+        if self._strict_dtype and self.casts:
+            casts = some([f"{name} from {dtypes}" for name, dtypes in self.casts.items()])
+            raise self._misfit(f"it would cast {casts}", ", and strict_dtype=False casts")
         if without:
             raise self._misfit(f"{some(without)}: on the meta device, without memory to load into")
         if kinds:
