@@ -279,10 +279,10 @@ def test_a_rename_that_copies_is_one(tmp_path: Path, *, removes: bool) -> None:
 class KeepingOs(RecordingOs):
     """A system that removes no shard file."""
 
-    def unlink(self, path: str) -> None:
+    def unlink(self, path: str, *, dir_fd: int | None = None) -> None:
         if path.endswith(".distcp"):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-        super().unlink(path)
+        super().unlink(path, dir_fd=dir_fd)
 
 
 def test_a_replaced_file_that_stays_does_not_fail_the_save(tmp_path: Path) -> None:
