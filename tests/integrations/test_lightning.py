@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -15,13 +21,37 @@ from support.ranks import run_ranks
 
 pytest.importorskip("lightning.pytorch", reason="`nox -s lightning` installs it")
 
+import lightning.pytorch as pl
+from lightning.fabric import Fabric
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
 from nostall.integrations.lightning import NostallCheckpointIO  # needs Lightning
-from programs.lightning_saves import Regression, fit, same  # as above
+from programs.lightning_saves import Regression, fit, same, trainer  # as above
 
 # Lightning warns about its use of torch, and about workers that such data does not need.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SHARDED = [".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"]
+
+
+def during_a_fit(act: Callable[[], None], ours: NostallCheckpointIO) -> None:
+    """Call a function when training has begun; returns when the fit is over."""
+
+    class Acts(pl.Callback):  # type: ignore[misc]  # Lightning is not installed for mypy
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            act()
+
+    pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=1,
+        plugins=[ours],
+        callbacks=[Acts()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(Regression())
 
 
 def test_lightning_resumes_from_our_file(tmp_path: Path) -> None:
@@ -39,9 +69,12 @@ def test_the_file_holds_what_lightning_puts_into_it(tmp_path: Path) -> None:
     """Our file holds the same as Lightning's own, and holds it as of the save."""
     state: dict[str, Any] = {"state_dict": {"weight": torch.arange(6.0)}, "loops": {"epoch": 3}}
     ours = NostallCheckpointIO()
-    ours.save_checkpoint(state, tmp_path / "new" / "one.ckpt")
-    state["state_dict"]["weight"].zero_()
-    ours.teardown()
+
+    def save_and_change() -> None:
+        ours.save_checkpoint(state, tmp_path / "new" / "one.ckpt")
+        state["state_dict"]["weight"].zero_()
+
+    during_a_fit(save_and_change, ours)
     loaded = torch.load(tmp_path / "new" / "one.ckpt")
     assert loaded["loops"] == {"epoch": 3}
     assert loaded["state_dict"]["weight"].tolist() == [0, 1, 2, 3, 4, 5]
@@ -52,15 +85,17 @@ def test_the_older_file_stays_until_the_newer_one_is_committed(tmp_path: Path) -
     older, newer = tmp_path / "older.ckpt", tmp_path / "newer.ckpt"
     ours = NostallCheckpointIO()
     ours.save_checkpoint({"step": 1}, older)
-    ours.load_checkpoint(older)
-    with Hold("chunk") as hold:
-        with inject(hold.fault):
-            ours.save_checkpoint({"step": 2}, newer)
-        hold.wait_reached()
-        ours.remove_checkpoint(older)
-        assert older.exists()
-        hold.release()
-        ours.teardown()
+
+    def save_and_rotate() -> None:
+        with Hold("chunk") as hold:
+            with inject(hold.fault):
+                ours.save_checkpoint({"step": 2}, newer)
+            hold.wait_reached()
+            ours.remove_checkpoint(older)
+            assert older.exists()
+            hold.release()
+
+    during_a_fit(save_and_rotate, ours)
     assert [path.name for path in tmp_path.iterdir()] == ["newer.ckpt"]
 
 
@@ -69,20 +104,97 @@ def test_a_failed_save_costs_no_older_file(tmp_path: Path) -> None:
     older, taken, newest = (tmp_path / name for name in ("older.ckpt", "taken", "newest.ckpt"))
     ours = NostallCheckpointIO()
     ours.save_checkpoint({"step": 1}, older)
-    ours.load_checkpoint(older)
     taken.mkdir()
-    with Hold("chunk") as hold:
-        with inject(hold.fault):
-            ours.save_checkpoint({"step": 2}, taken)
-        ours.remove_checkpoint(older)
-        hold.release()
-        with pytest.raises(CheckpointException, match="taken"):
-            ours.teardown()
+
+    def save_and_rotate() -> None:
+        with Hold("chunk") as hold:
+            with inject(hold.fault):
+                ours.save_checkpoint({"step": 2}, taken)
+            ours.remove_checkpoint(older)
+            hold.release()
+
+    with pytest.raises(CheckpointException, match="taken"):
+        during_a_fit(save_and_rotate, ours)
     assert torch.load(older) == {"step": 1}
     ours.save_checkpoint({"step": 3}, newest)
-    ours.teardown()
     assert not older.exists()
     assert torch.load(newest) == {"step": 3}
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_notebook"])
+def test_ranks_that_lightning_starts_save_and_bring_back_the_weights(
+    tmp_path: Path, strategy: str
+) -> None:
+    """Spawned and forked ranks train; the process that started them has what they have saved."""
+    call = f"launched(Path({str(tmp_path)!r}), {strategy!r})"
+    program = (
+        f"from programs.lightning_saves import launched; from pathlib import Path; print({call})"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ast.literal_eval(ended.stdout.splitlines()[-1]) == {
+        "names": ["after.ckpt", "epoch=1.ckpt"],
+        "trained": True,
+        "same": [True, True],
+    }
+
+
+def test_a_checkpoint_that_is_saved_after_the_fit_is_there(tmp_path: Path) -> None:
+    """``trainer.save_checkpoint`` outside of ``fit`` returns when the file can be loaded."""
+    ours, model = NostallCheckpointIO(), Regression()
+    fitted = trainer(tmp_path, 1, plugins=[ours])
+    fitted.fit(model)
+    with Hold("chunk") as hold, inject(hold.fault):
+        saving = Thread(target=fitted.save_checkpoint, args=[tmp_path / "after.ckpt"])
+        saving.start()
+        hold.wait_reached()
+        assert saving.is_alive()
+        assert not (tmp_path / "after.ckpt").exists()
+        hold.release()
+        saving.join(60)
+    loaded = Regression.load_from_checkpoint(tmp_path / "after.ckpt")
+    assert same(list(loaded.parameters()), list(model.parameters()))
+
+
+def test_fabric_saves_before_it_goes_on(tmp_path: Path) -> None:
+    """``Fabric.save`` returns when the file is there, and ``Fabric.load`` loads it."""
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[NostallCheckpointIO()])
+    model, other = (fabric.setup(torch.nn.Linear(3, 3)) for _ in range(2))
+    fabric.save(tmp_path / "one.ckpt", {"model": model, "step": 7})
+    assert torch.load(tmp_path / "one.ckpt")["step"] == 7
+    assert fabric.load(tmp_path / "one.ckpt", {"model": other}) == {"step": 7}
+    assert same(list(other.parameters()), list(model.parameters()))
+
+
+def test_addresses_mean_what_they_mean_to_lightning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In and after a fit: other file systems, addresses of local files, and the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    paths = ["memory://runs/one.ckpt", f"file://{tmp_path}/two.ckpt", "~/three.ckpt"]
+    ours = NostallCheckpointIO()
+
+    def save(step: int) -> None:
+        for path in paths:
+            ours.save_checkpoint({"step": step}, path)
+
+    during_a_fit(lambda: save(1), ours)
+    assert [ours.load_checkpoint(path)["step"] for path in paths] == [1, 1, 1]
+    save(2)
+    assert [TorchCheckpointIO().load_checkpoint(path)["step"] for path in paths] == [2, 2, 2]
+    files = sorted(path.name for path in tmp_path.glob("**/*") if path.is_file())
+    assert files == ["three.ckpt", "two.ckpt"]
+    ours.remove_checkpoint(paths[0])
+    with pytest.raises(FileNotFoundError):
+        ours.load_checkpoint(paths[0])
 
 
 def test_ranks_of_ddp_resume_from_our_file(tmp_path: Path) -> None:
@@ -113,6 +225,13 @@ def test_the_documented_trainers_save(tmp_path: Path, monkeypatch: pytest.Monkey
     assert torch.load(file)["epoch"] == 2
     for found in run_ranks(2, "lightning_saves:documented", tmp_path / "sharded"):
         assert found == {"files": SHARDED}
+
+
+def test_sharded_checkpoints_that_are_saved_after_the_fit_are_there(tmp_path: Path) -> None:
+    """They are complete where Lightning's strategy has them, also if the path is an address."""
+    for found in run_ranks(2, "lightning_saves:after_the_fit", tmp_path):
+        assert found["NostallModelParallelStrategy"] == found["ModelParallelStrategy"]
+        assert "memory:/runs/two.ckpt/meta.pt" in found["ModelParallelStrategy"]
 
 
 def test_meta_is_committed_with_the_tensors(tmp_path: Path) -> None:

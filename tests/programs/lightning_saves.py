@@ -100,6 +100,21 @@ def ddp(out: Path) -> dict[str, Any]:
     return {"names": names, "same": same(resumed, expected)}
 
 
+def launched(out: Path, strategy: str) -> dict[str, Any]:
+    """Lightning starts the ranks from this process, which saves once more and loads that."""
+    fitted = trainer(out, 2, strategy=strategy, devices=2, plugins=[NostallCheckpointIO()])
+    model = Regression()
+    fitted.fit(model)
+    saved = torch.load(out / "epoch=1.ckpt")["state_dict"]["layers.0.weight"]
+    fitted.save_checkpoint(out / "after.ckpt")
+    after = Regression.load_from_checkpoint(out / "after.ckpt").layers[0].weight
+    return {
+        "names": sorted(path.name for path in out.iterdir()),
+        "trained": not torch.equal(saved, Regression().layers[0].weight),
+        "same": [torch.equal(model.layers[0].weight, each) for each in (saved, after)],
+    }
+
+
 def sharded(out: Path) -> dict[str, Any]:
     """A sharded strategy: our checkpoint is resumed by ours and by Lightning's."""
     expected, _ = fit(out / "stock", 4, **_fsdp2(ModelParallelStrategy))
@@ -116,6 +131,22 @@ def sharded(out: Path) -> dict[str, Any]:
         "rows": [len(values) for values in mine],
         "same": {kind: same(values, expected) for kind, values in resumed.items()},
     }
+
+
+def after_the_fit(out: Path) -> dict[str, list[str]]:
+    """Files right after saves that follow a fit, to a path and to an address."""
+    found = {}
+    for kind in (ModelParallelStrategy, NostallModelParallelStrategy):
+        (out / kind.__name__).mkdir(exist_ok=True)
+        os.chdir(out / kind.__name__)
+        fitted = trainer(Path("fit"), 1, **_fsdp2(kind))
+        fitted.fit(Regression())
+        for path in ("one.ckpt", "memory://runs/two.ckpt"):
+            fitted.save_checkpoint(path)
+        dist.barrier()
+        found[kind.__name__] = sorted(map(str, Path().glob("**/*.*")))
+        dist.barrier()
+    return found
 
 
 def overwritten(out: Path) -> dict[str, Any]:

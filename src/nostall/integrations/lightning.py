@@ -12,6 +12,7 @@ was imported first.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +40,14 @@ _is_old_name = "pytorch_lightning" in sys.modules or find_spec("lightning") is N
 try:
     if _is_old_name and "lightning.pytorch" not in sys.modules:
         _io = import_module("lightning_fabric.plugins.io.torch_io")
+        _fitting = import_module("pytorch_lightning.loops.fit_loop")
         _strategies = import_module("pytorch_lightning.strategies")
     else:
         _io = import_module("lightning.fabric.plugins.io.torch_io")
+        _fitting = import_module("lightning.pytorch.loops.fit_loop")
         _strategies = import_module("lightning.pytorch.strategies")
+    _addresses = import_module("fsspec.core")
+    _local = import_module("fsspec.implementations.local")
 except ImportError as error:
     raise missing("lightning", error) from None
 
@@ -54,10 +60,13 @@ _REST = "lightning"
 class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defined]  # no types
     """Writes each checkpoint with ``torch.save`` in the background: one device, DDP.
 
-    The checkpoint is copied when ``save_checkpoint`` returns. The file gets its name when it is
-    complete and durable. ``remove_checkpoint``, which ``ModelCheckpoint`` calls right after a save,
-    removes the older file when the save is committed. A failed save raises torch's
+    During ``fit`` the checkpoint is copied when ``save_checkpoint`` returns. The file gets its name
+    when it is complete and durable. ``remove_checkpoint``, which ``ModelCheckpoint`` calls right
+    after a save, removes the older file when the save is committed. A failed save raises torch's
     ``CheckpointException`` at the next save or at the end of ``fit``, and the older file stays.
+
+    Outside ``fit``, and with ``Fabric``, the file exists when ``save_checkpoint`` returns. Files on
+    other than local file systems (``s3://``, ``memory://``) are written by Lightning.
     """
 
     def __init__(self) -> None:
@@ -65,15 +74,29 @@ class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defi
         self._saves = TorchAsyncCheckpoint()
         self._removals = Removals(super().remove_checkpoint)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the saves, which belong to this process: Lightning spawns others."""
+        own = ("_saves", "_removals")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        NostallCheckpointIO.__init__(self)
+        vars(self).update(state)
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Copy a checkpoint and begin to write it; as ``CheckpointIO.save_checkpoint``."""
-        if storage_options is not None:
-            raise TypeError("NostallCheckpointIO takes no storage_options; use a local path")
-        self._poll()
-        self._saves.async_save(checkpoint, path)
+        filesystem, local_path = _addresses.url_to_fs(str(path))
+        is_local = storage_options is None and isinstance(filesystem, _local.LocalFileSystem)
+        self._poll(wait=not is_local)
+        if is_local:
+            self._saves.async_save(checkpoint, local_path)
+        else:
+            super().save_checkpoint(checkpoint, path, storage_options)
         self._removals.save_scheduled(os.fspath(path))
+        if not _fit_runs():
+            self._poll(wait=True)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint after pending saves; as ``TorchCheckpointIO.load_checkpoint``."""
@@ -122,7 +145,7 @@ class NostallModelParallelStrategy(
         if storage_options is not None or not self._save_distributed_checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        path = os.fspath(self.broadcast(filepath))
+        path = self._local_path(filepath)
         state = {"state_dict": checkpoint.pop("state_dict")}
         for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer
@@ -133,8 +156,8 @@ class NostallModelParallelStrategy(
                 PosixStorage(path).publish(_META, [rest])
 
         self._saves.save(state, path, before_commit=write_meta)
-        if not self.lightning_module.trainer.training:
-            self._saves.poll(wait=True)  # no training step will poll
+        if not _fit_runs():
+            self._saves.poll(wait=True)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -142,12 +165,16 @@ class NostallModelParallelStrategy(
         """Load a checkpoint after pending saves; as ``Strategy.load_checkpoint``."""
         self._saves.poll(wait=True)
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
-        path = os.fspath(self.broadcast(checkpoint_path))
+        path = self._local_path(checkpoint_path)
         return _committed_rest(path, weights_only=weights_only) or loaded
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint when the saves before this call are committed."""
-        self._saves.remove(os.fspath(self.broadcast(filepath)))
+        self._saves.remove(self._local_path(filepath))
+
+    def _local_path(self, path: Any) -> str:
+        """The path on all ranks; local also if it is an address, as with Lightning's strategy."""
+        return os.path.abspath(Path(self.broadcast(path)))
 
     def _remove_now(self, path: str) -> None:
         if self.is_global_zero and os.path.isdir(path):
@@ -187,6 +214,22 @@ class NostallModelParallelStrategy(
             return dict(super().optimizer_state(optimizer))
         wrapped = getattr(optimizer, "_optimizer", optimizer)
         return dict(get_optimizer_state_dict(self.model, wrapped))
+
+
+def _fit_runs() -> bool:
+    """Whether the caller is called by a fit, at whose end Lightning tears down what saves for it.
+
+    A ``CheckpointIO`` is told neither its trainer nor its strategy, so the callers are looked at.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if module == _strategies.ModelParallelStrategy.__module__:
+            return False  # does not tear down its CheckpointIO
+        if module == _fitting.__name__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _dumped(rest: dict[str, Any]) -> bytes:
