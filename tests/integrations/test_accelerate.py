@@ -71,6 +71,19 @@ def test_named_checkpoints_are_rotated_after_the_commit(tmp_path: Path) -> None:
         assert found["names"] == ["checkpoints", "checkpoint_1"]
 
 
+def test_saves_that_are_the_frameworks_own_are_named_once(tmp_path: Path) -> None:
+    """With DDP rank 0 says once that saves wait; not if none are made, or all are ours."""
+    found = run_ranks(2, "accelerate_saves:stock", tmp_path)
+    assert found[0] == {
+        "trainer": ["NostallTrainer saves as the Trainer does, while training waits"],
+        "trainer without saves": [],
+        "accelerator": ["NostallAccelerator saves as Accelerate does, while training waits"],
+        "sharded": [],
+        "names": ["checkpoint-2", "checkpoint-4"],
+    }
+    assert not any(found[1][kind] for kind in ("trainer", "accelerator", "sharded"))
+
+
 def test_the_lines_of_the_documentation_switch_it_on(tmp_path: Path) -> None:
     """Those of docs/frameworks.md, for the Trainer and for a loop of one's own."""
     for found in run_ranks(2, "accelerate_saves:page", tmp_path):

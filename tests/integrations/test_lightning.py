@@ -24,8 +24,12 @@ pytest.importorskip("lightning.pytorch", reason="`nox -s lightning` installs it"
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import ModelParallelStrategy
 
-from nostall.integrations.lightning import NostallCheckpointIO  # needs Lightning
+from nostall.integrations.lightning import (  # needs Lightning
+    NostallCheckpointIO,
+    NostallModelParallelStrategy,
+)
 from programs.lightning_saves import Regression, fit, same, trainer  # as above
 
 # Lightning warns about its use of torch, and about workers that such data does not need.
@@ -245,6 +249,31 @@ def test_an_exception_in_training_loses_no_save(tmp_path: Path) -> None:
     for found in run_ranks(2, "lightning_saves:failing", tmp_path):
         assert found["message"] == "the training step fails"
         assert found["files"] == [".metadata"]
+
+
+@pytest.mark.filterwarnings("default:.*while training waits")
+@pytest.mark.parametrize(
+    ("strategy", "plugins", "warned"),
+    [
+        (ModelParallelStrategy(), [NostallCheckpointIO()], ["NostallCheckpointIO has no effect"]),
+        (ModelParallelStrategy(save_distributed_checkpoint=False), [NostallCheckpointIO()], []),
+        (NostallModelParallelStrategy(), [NostallCheckpointIO()], []),
+        ("ddp", [NostallCheckpointIO()], []),
+    ],
+)
+def test_a_plugin_without_effect_is_named_once(
+    strategy: Any, plugins: list[Any], warned: list[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    """A strategy that writes sharded checkpoints itself does not call a ``CheckpointIO``."""
+    pl.Trainer(accelerator="cpu", devices=1, strategy=strategy, plugins=plugins, logger=False)
+    found = [str(each.message) for each in recwarn if "training waits" in str(each.message)]
+    assert [message.partition(":")[0] for message in found] == warned
+
+
+def test_a_strategy_that_saves_as_lightning_does_says_so() -> None:
+    """Full state dicts are assembled by Lightning, and written while training waits."""
+    with pytest.warns(UserWarning, match="saves as Lightning does, while training waits"):
+        NostallModelParallelStrategy(save_distributed_checkpoint=False)
 
 
 def test_options_of_storage_are_refused(tmp_path: Path) -> None:

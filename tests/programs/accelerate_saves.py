@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -383,6 +384,37 @@ def named(out: Path) -> dict[str, Any]:
         "same": same,
         "names": [*_names(out / "run"), *_names(out / "run" / "checkpoints")],
     }
+
+
+def stock(out: Path) -> dict[str, Any]:
+    """What is logged where saves are the frameworks' own, with DDP, and where they are ours."""
+    said: list[str] = []
+    log = logging.Handler(logging.WARNING)
+    log.emit = lambda record: said.append(record.getMessage().partition(":")[0])  # type: ignore[method-assign]
+    logging.getLogger("nostall").addHandler(log)
+    found: dict[str, Any] = {}
+    for name, strategy in (("trainer", "steps"), ("trainer without saves", "no")):
+        arguments = TrainingArguments(
+            str(out / "run"),
+            max_steps=4,
+            save_steps=2,
+            save_strategy=strategy,
+            use_cpu=True,
+            ddp_backend="gloo",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        NostallTrainer(model=_Regression(), args=arguments, train_dataset=_Data()).train()
+        found[name], said = said, []
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = NostallAccelerator(cpu=True)
+    _prepared(accelerator)
+    for name in ("one", "two"):
+        accelerator.save_state(str(out / name))
+    found["accelerator"], said = said, []
+    _accelerator(NostallAccelerator, out)
+    found["sharded"] = said
+    return {**found, "names": _names(out / "run")}
 
 
 # --- how long saves block -------------------------------------------------------------------------

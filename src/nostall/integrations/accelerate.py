@@ -7,6 +7,7 @@ An ``Accelerator`` whose ``save_state`` does not wait for FSDP2's sharded state 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,8 @@ from nostall.integrations._directories import DirectorySaves
 from nostall.integrations._saves import missing
 
 __all__ = ["NostallAccelerator"]
+
+_log = logging.getLogger("nostall")
 
 try:
     _accelerate = import_module("accelerate")
@@ -47,6 +50,11 @@ class NostallAccelerator(_accelerate.Accelerator):  # type: ignore[misc,name-def
     ) -> None:
         super().__init__(*args, **kwargs)
         self._directories = DirectorySaves(writer_options)
+        if self.is_main_process and not saves_shards(self):
+            _log.warning(
+                "NostallAccelerator saves as Accelerate does, while training waits: only FSDP2 with"
+                " SHARDED_STATE_DICT is saved in the background"
+            )
 
     def save_state(
         self,

@@ -48,6 +48,7 @@ try:
         _strategies = import_module("lightning.pytorch.strategies")
     _addresses = import_module("fsspec.core")
     _local = import_module("fsspec.implementations.local")
+    _rank_zero = import_module("lightning_utilities.core.rank_zero")
 except ImportError as error:
     raise missing("lightning", error) from None
 
@@ -137,6 +138,11 @@ class NostallModelParallelStrategy(
     ) -> None:
         super().__init__(*args, **kwargs)
         self._saves = Saves(self._remove_now, **(writer_options or {}))
+        if not self._save_distributed_checkpoint:
+            _rank_zero.rank_zero_warn(
+                "NostallModelParallelStrategy(save_distributed_checkpoint=False) saves as Lightning"
+                " does, while training waits."
+            )
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -214,6 +220,24 @@ class NostallModelParallelStrategy(
             return dict(super().optimizer_state(optimizer))
         wrapped = getattr(optimizer, "_optimizer", optimizer)
         return dict(get_optimizer_state_dict(self.model, wrapped))
+
+
+def _attach(strategy: Any, plugin: Any) -> None:
+    """Warn of a plugin without effect: such a strategy calls no method of it before a rotation."""
+    _set_plugin(strategy, plugin)
+    kinds = ("_save_distributed_checkpoint", True), ("_state_dict_type", "sharded")  # FSDP2, FSDP1
+    is_sharded = any(getattr(strategy, name, None) == kind for name, kind in kinds)
+    is_ours = isinstance(strategy, NostallModelParallelStrategy)
+    if isinstance(plugin, NostallCheckpointIO) and is_sharded and not is_ours:
+        _rank_zero.rank_zero_warn(
+            f"NostallCheckpointIO has no effect: {type(strategy).__name__} writes sharded"
+            " checkpoints itself, while training waits. For FSDP2 and tensor parallelism use"
+            " NostallModelParallelStrategy."
+        )
+
+
+_set_plugin = _strategies.Strategy.checkpoint_io.fset
+_strategies.Strategy.checkpoint_io = _strategies.Strategy.checkpoint_io.setter(_attach)
 
 
 def _fit_runs() -> bool:

@@ -10,6 +10,7 @@ In place of ``transformers.Trainer``, or before a subclass of it::
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -19,6 +20,8 @@ from nostall.integrations._directories import DirectorySaves
 from nostall.integrations._saves import missing
 
 __all__ = ["NostallTrainer"]
+
+_log = logging.getLogger("nostall")
 
 try:
     import_module("accelerate")
@@ -53,6 +56,13 @@ class NostallTrainer(_trainer.Trainer):  # type: ignore[misc,name-defined]  # no
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, and commit all saves, also after an exception; as ``Trainer.train``."""
         self._directories.recover(self.args.output_dir, self.args.output_dir)
+        saves = self.args.save_strategy != "no" and self.is_world_process_zero()
+        if saves and not self._is_ours():
+            _log.warning(
+                "NostallTrainer saves as the Trainer does, while training waits: only FSDP2 with"
+                " SHARDED_STATE_DICT, without push_to_hub and save_on_each_node, is saved in the"
+                " background"
+            )
         try:
             result = super().train(*args, **kwargs)
         except BaseException as error:  # raised again
