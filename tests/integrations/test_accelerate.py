@@ -88,3 +88,9 @@ def test_the_lines_of_the_documentation_switch_it_on(tmp_path: Path) -> None:
     """Those of docs/frameworks.md, for the Trainer and for a loop of one's own."""
     for found in run_ranks(2, "accelerate_saves:page", tmp_path):
         assert found == {"names": ["accelerate", "trainer"], "trainer": ["checkpoint-2"]}
+
+
+def test_the_program_of_the_recipes_continues(tmp_path: Path) -> None:
+    """Started again with more steps, it goes on from its last checkpoint."""
+    for found in run_ranks(2, "accelerate_saves:recipe", tmp_path):
+        assert found == {"began": [0, 20], "names": ["checkpoint-30", "checkpoint-40"]}

@@ -238,6 +238,21 @@ def test_sharded_checkpoints_that_are_saved_after_the_fit_are_there(tmp_path: Pa
         assert "memory:/runs/two.ckpt/meta.pt" in found["ModelParallelStrategy"]
 
 
+def test_the_program_of_the_recipes_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started again with more epochs, it goes on from its last checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    (program,) = code_blocks("recipes.md", "Lightning")
+    for epochs in (2, 4):
+        names: dict[str, Any] = {}
+        exec(program.replace("max_epochs=4", f"max_epochs={epochs}, logger=False"), names)
+        assert torch.load("final.ckpt")["epoch"] == epochs
+        assert names["trainer"].fit_loop.epoch_progress.total.completed == epochs
+        assert len(list(Path("run").glob("epoch=*"))) == 2
+        assert torch.load("run/last.ckpt")["global_step"] == 32 * epochs
+
+
 def test_meta_is_committed_with_the_tensors(tmp_path: Path) -> None:
     """A newer ``meta.pt`` beside older tensors, as a crash may leave them, is not used."""
     for found in run_ranks(2, "lightning_saves:overwritten", tmp_path):

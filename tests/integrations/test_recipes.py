@@ -31,8 +31,8 @@ def needs(package: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
 
 
-def run(program: str, folder: Path, *command: str) -> None:
-    """Run a program of the page in a directory."""
+def run(program: str, folder: Path, *command: str) -> str:
+    """Run a program of the page in a directory; what it prints."""
     (folder / "program.py").write_text(program)
     # Ray has sockets there, whose names are at most 107 bytes long.
     with TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
@@ -52,6 +52,20 @@ def run(program: str, folder: Path, *command: str) -> None:
             check=False,
         )
     assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_whole_program_continues_with_the_same_losses(tmp_path: Path) -> None:
+    """Interrupted after step 25 and started again, it goes on from step 20 bit by bit."""
+    (program,) = code_blocks("recipes.md", "A whole program")
+    assert "range(first, 101)" in program
+    until = {last: program.replace("first, 101", f"first, {last + 1}") for last in (25, 40)}
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    expected = run(until[40], tmp_path / "whole").splitlines()
+    assert run(until[25], tmp_path / "parts").splitlines() == expected[:25]
+    assert run(until[40], tmp_path / "parts").splitlines() == expected[20:]
+    assert len(list((tmp_path / "parts" / "run").glob("step-*"))) == 2
 
 
 def test_a_plain_loop_keeps_its_newest_checkpoints(tmp_path: Path) -> None:

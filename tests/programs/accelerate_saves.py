@@ -294,6 +294,27 @@ def page(out: Path) -> dict[str, Any]:
     return {"names": _names(out), "trainer": _names(out / "trainer")}
 
 
+def recipe(out: Path) -> dict[str, Any]:
+    """The program of docs/recipes.md, twice; at which steps training has begun."""
+    os.chdir(out)
+    (program,) = code_blocks("recipes.md", "Transformers")
+    arguments, trainer = program.split("trainer = ")
+    began: list[int] = []
+
+    class Began(TrainerCallback):  # type: ignore[misc]  # transformers is not installed for mypy
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            began.append(state.global_step)
+
+    for steps in (20, 40):
+        names: dict[str, Any] = {"Began": Began}
+        asked = f"max_steps={steps}, use_cpu=True, disable_tqdm=True"
+        exec(arguments.replace("max_steps=40", asked), names)
+        _take_for_gpus()
+        exec("trainer = " + trainer.replace("args=", "callbacks=[Began()], args="), names)
+        dist.barrier()
+    return {"began": began, "names": _names(out / "run")}
+
+
 # --- Accelerate -----------------------------------------------------------------------------------
 
 
