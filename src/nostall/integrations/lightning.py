@@ -82,7 +82,7 @@ class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defi
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         NostallCheckpointIO.__init__(self)
-        vars(self).update(state)
+        self.__dict__.update(state)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
