@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 TRAIN = Path(__file__).with_name("train.py")
 RANKS = 2
-TRAINING_LIMIT_S = 150
-MEASURING_LIMIT_S = 300
+STILL_LIMIT_S = 600
+"""A run that neither prints nor writes anything for so long is stuck, however slow the machine."""
 TORCHRUN_GRACE_S = 40
 """After SIGTERM, torchrun gives its workers 30 s before it kills them."""
 
@@ -90,8 +90,8 @@ class FinishedRun:
             raise PromiseBroken(f"train.py ended with {self.returncode}:\n{self.output}")
 
 
-def torchrun(arguments: Sequence[str], limit_s: float) -> FinishedRun:
-    """Run train.py on every rank, without restarts; raise `PromiseBroken` if it takes too long."""
+def torchrun(arguments: Sequence[str], files: Path) -> FinishedRun:
+    """Run train.py on every rank, without restarts, for as long as it makes progress."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ranks = ["--nproc-per-node", str(RANKS), "--max-restarts", "0"]
     process = subprocess.Popen(
@@ -102,27 +102,56 @@ def torchrun(arguments: Sequence[str], limit_s: float) -> FinishedRun:
         start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},  # or torchrun warns that it sets just that
     )
+    return wait_for(process, files, STILL_LIMIT_S)
+
+
+def wait_for(process: subprocess.Popen[str], files: Path, still_limit_s: float) -> FinishedRun:
+    """Wait until a run ends, for as long as it prints, or changes files below `files`.
+
+    Raises:
+        PromiseBroken: It has done neither for `still_limit_s`, or twice that at most. It is stopped
+            then.
+    """
+    seen: object = None
     try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired as expired:
-        raise PromiseBroken(f"train.py ran over {limit_s} s:\n{stop(process)}") from expired
+        while True:
+            try:
+                output, _ = process.communicate(timeout=still_limit_s)
+                return FinishedRun(returncode=process.returncode, output=output)
+            except subprocess.TimeoutExpired as expired:
+                printed = expired.output or b""
+                before, seen = seen, (printed, changes_below(files))
+                if seen == before:
+                    said = printed.decode(errors="replace")
+                    still = f"train.py made no progress for {still_limit_s:g} s; it had printed:"
+                    raise PromiseBroken(f"{still}\n{said}") from expired
     except BaseException:
         stop(process)
         raise
-    return FinishedRun(returncode=process.returncode, output=output)
 
 
-def stop(process: subprocess.Popen[str]) -> str:
-    """Stop torchrun and its workers, and return what they wrote.
+def changes_below(directory: Path) -> list[tuple[str, int, int]]:
+    """Return the path, size and time of change of every file, as far as they still exist."""
+    changes = []
+    for path in sorted(directory.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            changes.append((str(path), status.st_size, status.st_mtime_ns))
+    return changes
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stop torchrun and its workers.
 
     Every worker has a session of its own, where no signal to torchrun's process group arrives. So
     torchrun is asked to stop its workers, and its group is killed only if it does not.
     """
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.communicate(timeout=TORCHRUN_GRACE_S)[0]
+        process.communicate(timeout=TORCHRUN_GRACE_S)
+        return
     os.killpg(process.pid, signal.SIGKILL)
-    return process.communicate()[0]
+    process.communicate()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -136,6 +165,11 @@ class TrainingFiles:
 
     checkpoints: Path
     losses: Path
+
+    @property
+    def root(self) -> Path:
+        """The directory that both are in."""
+        return self.checkpoints.parent
 
     def arguments(self, scenario: Scenario) -> list[str]:
         """Return the arguments that make train.py use these files."""
@@ -210,7 +244,7 @@ def differing_values(expected: Any, actual: Any, name: str = "checkpoint") -> li
 
 def train_without_interruption(scenario: Scenario, files: TrainingFiles) -> dict[int, float]:
     """Run all steps at once and return the loss of each."""
-    torchrun(files.arguments(scenario), TRAINING_LIMIT_S).expect_success()
+    torchrun(files.arguments(scenario), files.root).expect_success()
     losses = files.read_losses()
     check(
         f"all {scenario.steps} steps have a loss",
@@ -237,7 +271,7 @@ def train_until_killed(
 ) -> None:
     """Run into a SIGKILL; the save in flight must not count, and all those before it must."""
     kill = ["--kill-at-step", str(scenario.kill_at)]
-    run = torchrun([*files.arguments(scenario), *kill], TRAINING_LIMIT_S)
+    run = torchrun([*files.arguments(scenario), *kill], files.root)
     check(
         f"every rank was killed with the save of step {scenario.kill_at} in flight",
         holds=run.returncode != 0 and (files.checkpoints / "killed").exists(),
@@ -254,7 +288,7 @@ def train_until_killed(
 
 def train_resumed(scenario: Scenario, files: TrainingFiles, expected: dict[int, float]) -> None:
     """Resume from the newest complete checkpoint and run to the end."""
-    torchrun([*files.arguments(scenario), "--resume"], TRAINING_LIMIT_S).expect_success()
+    torchrun([*files.arguments(scenario), "--resume"], files.root).expect_success()
     resumed = range(scenario.resume_at, scenario.steps)
     check_same_losses("the resumed run's", expected, files.read_losses(), resumed)
 
@@ -287,7 +321,7 @@ class MeasuredLoad:
 def measure(scenario: Scenario, scratch: Path) -> tuple[list[MeasuredSave], list[MeasuredLoad]]:
     """Return every measured save and load but those of the warm-up."""
     size = ["--width", str(scenario.measured_width), "--rounds", str(scenario.rounds)]
-    run = torchrun(["--measure", "--out", str(scratch), *size], MEASURING_LIMIT_S)
+    run = torchrun(["--measure", "--out", str(scratch), *size], scratch)
     run.expect_success()
     lines = run.output.splitlines()
     saves = [MeasuredSave(**json.loads(each)) for each in lines if each.startswith('{"contender"')]
@@ -350,11 +384,13 @@ def run_demo(scenario: Scenario, root: Path) -> None:
     print("4. Save and load a larger state with nostall and with stock PyTorch", flush=True)
     saves, loads = measure(scenario, root / "measured")
     mib = median(save.nbytes for save in saves) / 2**20
+    rounds = max(save.round for save in saves)
     print(f"   {mib:.0f} MiB on disk per save, half from each rank, fsynced; median (min - max) of")
     print(
-        f"   {scenario.rounds} saves after a warm-up, each the slowest rank's; for nostall, blocked"
+        f"   {rounds} saves after a warm-up, each the slowest rank's, as many and as large as fit"
     )
-    print("   counts the call, with its snapshot, and a poll every 50 ms up to the commit\n")
+    print("   into a minute; for nostall, blocked counts the call, with its snapshot, and a poll")
+    print("   every 50 ms up to the commit\n")
     print(table(saves))
     print(f"\n{load_line(loads)}", flush=True)
 

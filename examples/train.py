@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -369,36 +368,69 @@ def measure(args: argparse.Namespace) -> None:
     """Let nostall and stock PyTorch save and load the same state in turns; rank 0 prints each.
 
     Every save is durable, and deleted, before the next one starts, and each begins with free memory
-    that was used a moment ago. Round 0 is a warm-up.
+    that was used a moment ago. Round 0 is a warm-up. The model is at first a quarter as wide, and
+    is widened, up to `args.width`, while a warm-up and a round of the next width fit into
+    `args.seconds`; so a slow machine measures a smaller state, fewer rounds, or both.
     """
-    model = build_model(args.width, args.layers)
+    with AsyncCallsQueue() as queue:
+        began = time.perf_counter()
+        saves_end = began + 0.75 * args.seconds
+        for narrower in (4, 2, 1):
+            saver, state, nbytes = state_to_measure(args, queue, narrower)
+            started = time.perf_counter()
+            measure_saves(args, saver, state, nbytes, turn=0)
+            # Twice as wide is four times as large; a warm-up and a round of it have to fit.
+            if passed_anywhere(saves_end - 8 * (time.perf_counter() - started)):
+                break
+        for turn in range(1, args.rounds + 1):
+            measure_saves(args, saver, state, nbytes, turn)
+            if passed_anywhere(saves_end):
+                break
+        measure_loads(args, saver, state, nbytes, began + args.seconds)
+
+
+def state_to_measure(
+    args: argparse.Namespace, queue: AsyncCallsQueue, narrower: int
+) -> tuple[AsyncSaver, State, int]:
+    """Return a saver, a state of a model of the asked width / `narrower`, and this rank's bytes."""
+    model = build_model(max(args.width // narrower // 64, 1) * 64, args.layers)
     optimizer = build_optimizer(model)
     train_step(model, optimizer, batch_at(load_text(), step=0))
-    state = training_state(model, optimizer, step=1)
-    shard_nbytes = sum(parameter.to_local().nbytes for parameter in model.parameters())
-    with AsyncCallsQueue() as queue:
-        saver = AsyncSaver(queue)
-        contenders: list[tuple[str, Callable[[Path, State], SaveTiming]]] = [
-            ("nostall", lambda directory, state: time_nostall(saver, directory, state)),
-            ("dcp.save", time_dcp_save),
-            ("dcp.async_save", time_dcp_async_save),
-        ]
-        for turn in range(args.rounds + 1):
-            for name, time_save in contenders:
-                directory = args.out / f"{name}-{turn}"
-                warm_free_memory(args.out / f"scratch-{dist.get_rank()}", 3 * shard_nbytes)
-                dist.barrier()
-                own = time_save(directory, state)
-                blocked_ms, durable_s = slowest_rank(own.blocked_ms, own.durable_s)
-                timing = SaveTiming(blocked_ms=blocked_ms, durable_s=durable_s)
-                if dist.get_rank() == 0:
-                    report_save(name, turn, directory, timing)
-                    shutil.rmtree(directory)
-            contenders.append(contenders.pop(0))  # so that nobody always goes first
-        measure_loads(args, saver, state, 3 * shard_nbytes)
+    nbytes = 3 * sum(parameter.to_local().nbytes for parameter in model.parameters())
+    return AsyncSaver(queue), training_state(model, optimizer, step=1), nbytes
 
 
-def measure_loads(args: argparse.Namespace, saver: AsyncSaver, state: State, nbytes: int) -> None:
+def passed_anywhere(moment: float) -> bool:
+    """Return whether a moment has passed on any rank, so that all decide alike. Collective."""
+    (overdue_s,) = slowest_rank(time.perf_counter() - moment)
+    return overdue_s > 0
+
+
+def measure_saves(
+    args: argparse.Namespace, saver: AsyncSaver, state: State, nbytes: int, turn: int
+) -> None:
+    """Time one save by each contender."""
+    contenders: list[tuple[str, Callable[[Path, State], SaveTiming]]] = [
+        ("nostall", lambda directory, state: time_nostall(saver, directory, state)),
+        ("dcp.save", time_dcp_save),
+        ("dcp.async_save", time_dcp_async_save),
+    ]
+    first = turn % len(contenders)  # so that nobody always goes first
+    for name, time_save in contenders[first:] + contenders[:first]:
+        directory = args.out / f"{name}-{turn}"
+        warm_free_memory(args.out / f"scratch-{dist.get_rank()}", nbytes)
+        dist.barrier()
+        own = time_save(directory, state)
+        blocked_ms, durable_s = slowest_rank(own.blocked_ms, own.durable_s)
+        if dist.get_rank() == 0:
+            timing = SaveTiming(blocked_ms=blocked_ms, durable_s=durable_s)
+            report_save(name, turn, directory, timing)
+            shutil.rmtree(directory)
+
+
+def measure_loads(
+    args: argparse.Namespace, saver: AsyncSaver, state: State, nbytes: int, end: float
+) -> None:
     """Load one checkpoint with nostall and with stock PyTorch in turns, from the page cache.
 
     The cache has the files after round 0, the warm-up.
@@ -420,6 +452,8 @@ def measure_loads(args: argparse.Namespace, saver: AsyncSaver, state: State, nby
             if dist.get_rank() == 0:
                 print(json.dumps({"loader": name, "round": turn, "load_s": load_s}), flush=True)
         loaders.reverse()
+        if turn > 0 and passed_anywhere(end):
+            break
 
 
 # --------------------------------------------------------------------------------------------------
@@ -444,6 +478,13 @@ def parse_arguments() -> argparse.Namespace:
         help="do not train: time saves and loads, nostall's and stock's",
     )
     add("--rounds", type=int, default=5, help="how often to time each, after one warm-up")
+    add(
+        "--seconds",
+        type=float,
+        default=60,
+        help="about how long to measure: the rounds, and the "
+        "width, shrink to what the machine can do in this time",
+    )
     args = parser.parse_args()
     if args.kill_at_step is not None and args.kill_at_step % args.save_every:
         parser.error("--kill-at-step must be a step that is saved: a multiple of --save-every")
@@ -454,7 +495,7 @@ def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
     args.out.mkdir(parents=True, exist_ok=True)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    dist.init_process_group("gloo")
     try:
         if args.measure:
             measure(args)
