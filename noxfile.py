@@ -13,6 +13,7 @@ import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import nox
 from packaging.requirements import Requirement
@@ -286,6 +287,39 @@ def torchtitan(session: nox.Session) -> None:
     """Run the tests that need torchtitan, and measure; arguments after `--` go to pytest."""
     install(session, "--no-deps", "torchtitan")  # its data sets and loggers are not needed
     run_framework(session, "torchtitan")
+
+
+@nox.session
+def torch_tests(session: nox.Session) -> None:
+    """Run PyTorch's own tests of DCP, `-- .../test/distributed/checkpoint`, with ours and stock's.
+
+    Fails if a test fails only with nostall's writer and reader. More arguments go to pytest.
+    """
+    if not session.posargs:
+        session.error("name a folder: that of test/distributed/checkpoint in PyTorch's source")
+    install_package(session, "test")
+    install(session, "expecttest")  # PyTorch's tests need it
+    spare_processors(session)
+    session.env["PYTHONPATH"] = str(ROOT / "tests")
+    tmp = Path(session.create_tmp()).resolve()
+    failed = {}
+    for classes in ("nostall", "stock"):
+        report = tmp / f"{classes}.xml"
+        # Their settings and conftest.py, not ours.
+        settings = ("-c", os.devnull, "--rootdir", session.posargs[0], "-p", "no:cacheprovider")
+        plugins = ("-p", "no:randomly", "-p", "support.in_place_of_stock", "--classes", classes)
+        options = (*settings, *plugins, "-W", "ignore", "--tb", "short", "--show-capture", "no")
+        tests = ("--junitxml", str(report), "--continue-on-collection-errors", *session.posargs)
+        session.run("python", "-m", "pytest", *options, *tests, success_codes=[0, 1])
+        failed[classes] = {
+            f"{case.get('classname')}.{case.get('name')}"
+            for case in ET.parse(report).iter("testcase")  # noqa: S314  # pytest wrote it
+            if case.find("failure") is not None or case.find("error") is not None
+        }
+    only_ours = sorted(failed["nostall"] - failed["stock"])
+    if only_ours:
+        session.error("\n".join(("these fail with nostall only:", *only_ours)))
+    session.log(f"all that fails, {len(failed['nostall'])} tests, fails with stock, too")
 
 
 @nox.session
