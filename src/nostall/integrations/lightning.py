@@ -74,6 +74,7 @@ class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defi
         super().__init__()
         self._saves = TorchAsyncCheckpoint()
         self._removals = Removals(super().remove_checkpoint)
+        self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the saves, which belong to this process: Lightning spawns others."""
@@ -107,6 +108,13 @@ class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defi
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint when the saves before this call are committed."""
+        if os.path.isdir(path) and not self._warned:  # it has written files only
+            self._warned = True
+            _rank_zero.rank_zero_warn(
+                "NostallCheckpointIO has no effect: the strategy writes sharded checkpoints itself,"
+                " while training waits. For FSDP2 and tensor parallelism use"
+                " NostallModelParallelStrategy."
+            )
         self._removals.add(os.fspath(path))
         self._poll()
 
@@ -220,24 +228,6 @@ class NostallModelParallelStrategy(
             return dict(super().optimizer_state(optimizer))
         wrapped = getattr(optimizer, "_optimizer", optimizer)
         return dict(get_optimizer_state_dict(self.model, wrapped))
-
-
-def _attach(strategy: Any, plugin: Any) -> None:
-    """Warn of a plugin without effect: such a strategy calls no method of it before a rotation."""
-    _set_plugin(strategy, plugin)
-    kinds = ("_save_distributed_checkpoint", True), ("_state_dict_type", "sharded")  # FSDP2, FSDP1
-    is_sharded = any(getattr(strategy, name, None) == kind for name, kind in kinds)
-    is_ours = isinstance(strategy, NostallModelParallelStrategy)
-    if isinstance(plugin, NostallCheckpointIO) and is_sharded and not is_ours:
-        _rank_zero.rank_zero_warn(
-            f"NostallCheckpointIO has no effect: {type(strategy).__name__} writes sharded"
-            " checkpoints itself, while training waits. For FSDP2 and tensor parallelism use"
-            " NostallModelParallelStrategy."
-        )
-
-
-_set_plugin = _strategies.Strategy.checkpoint_io.fset
-_strategies.Strategy.checkpoint_io = _strategies.Strategy.checkpoint_io.setter(_attach)
 
 
 def _fit_runs() -> bool:
