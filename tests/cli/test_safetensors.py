@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +161,85 @@ def test_damaged_files_are_named(tmp_path: Path, run: Run) -> None:
         {"a": torch.ones(100)}, hub / "one.safetensors", metadata={"DCP_SHARDING_INFO": parts}
     )
     refused("parts of tensors")
+
+
+INDEX = "model.safetensors.index.json"
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+from nostall.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def longer_than_memory(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def deep(path: Path) -> None:
+    path.write_text("[" * 1_000_000)
+
+
+def deep_name(path: Path) -> None:
+    path.write_text('{"weight_map": {"a": ' + "[" * 900 + "]" * 900 + "}}")
+
+
+def impossible_name(path: Path) -> None:
+    path.write_text(json.dumps({"weight_map": {"a": "a\0b"}}))
+
+
+def deep_shards(path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(1)}, path, {"DCP_SHARDING_INFO": "[" * 1_000_000})
+
+
+def other_shards(path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(1)}, path, {"DCP_SHARDING_INFO": '{"a": 7}'})
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "make", "what"),
+    [
+        (".", INDEX, pipe, "not a regular file"),
+        (".", INDEX, endless, "not a regular file"),
+        (".", INDEX, longer_than_memory, "limit"),
+        (".", INDEX, deep, "cannot read: RecursionError"),
+        (".", INDEX, deep_name, "too long"),
+        (".", INDEX, impossible_name, "missing"),
+        (".", "b.safetensors", pipe, "not a regular file"),
+        ("b.safetensors", "b.safetensors", endless, "not a regular file"),
+        (".", "b.safetensors", deep_shards, "cannot read: .*recursion"),
+        ("b.safetensors", "b.safetensors", other_shards, "cannot read: .*'int'"),
+        ("saved.pt", "saved.pt", pipe, "not a regular file"),
+    ],
+)
+def test_whatever_a_source_is_the_command_ends_in_one_line(
+    tmp_path: Path, given: str, name: str, make: Callable[[Path], None], what: str
+) -> None:
+    """It neither waits, nor takes all memory, nor prints a traceback."""
+    source = tmp_path / "source"
+    source.mkdir()
+    make(source / name)
+    safetensors.torch.save_file({"x": torch.ones(3)}, source / "a.safetensors")
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LIMITED, "convert", given, tmp_path / "target"],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert re.search(what, ended.stderr)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1)
+    assert not (tmp_path / "target").exists()
 
 
 def test_names_say_which_format_is_meant(tmp_path: Path, run: Run) -> None:

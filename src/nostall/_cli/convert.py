@@ -54,6 +54,9 @@ def run(parsed: argparse.Namespace) -> int:
         require_no_broken_link(parsed.source)
         if not os.path.lexists(parsed.source):
             raise NotThere(f"{parsed.source}: no such file or directory")
+        if not os.path.isdir(parsed.source):  # a pipe would block, a device may have no end
+            directory, name = os.path.split(parsed.source)
+            storage_at(directory).stat(name)
     elif parsed.source.lower().endswith((*_FILE_ENDINGS, SAFETENSORS_SUFFIX)):
         raise OptionError(
             "only a checkpoint can be read from an object store",

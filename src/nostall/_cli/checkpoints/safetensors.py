@@ -23,12 +23,16 @@ from nostall._cli.checkpoints.converting import (
 )
 from nostall._model.names import SAFETENSORS_SUFFIX
 from nostall._model.wording import counted
+from nostall._storage.posix_files import PosixFiles
+from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 
 _INDEX = "model.safetensors.index.json"
 """Of Hugging Face, for several files: ``weight_map`` has the file of each tensor."""
 _SHARDS = "DCP_SHARDING_INFO"
 """Stock's key for the offsets of parts of tensors, in the metadata of a file."""
+_NOT_THAT_JSON = (AttributeError, KeyError, TypeError, ValueError, RecursionError)
+"""Raised for a text that is not JSON, is nested deeply, or has other values than expected."""
 _SHOWN = 3
 
 
@@ -116,7 +120,7 @@ def from_safetensors(source: str, target: str) -> int:
                 if _SHARDS in (file.metadata() or {}):
                     _require_whole(json.loads(file.metadata()[_SHARDS]), path)
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-            except (ValueError, package.SafetensorError) as error:
+            except (*_NOT_THAT_JSON, package.SafetensorError) as error:
                 raise DamagedCheckpointError(f"cannot read: {error!s:.200}", path=path) from error
             twice = state.keys() & tensors.keys()
             if twice:
@@ -141,25 +145,28 @@ def _require_whole(parts: Any, path: str) -> None:
 def _files_of(source: str) -> list[str]:
     if not os.path.isdir(source):
         return [source]
-    index = os.path.join(source, _INDEX)
+    index, files = os.path.join(source, _INDEX), PosixFiles(source)
     names: Iterable[str]
     try:
-        with open(index, encoding="utf-8") as file:
-            names = set(map(str, json.load(file)["weight_map"].values()))
+        with open_to_read(files, _INDEX) as stream:
+            content = read_metadata(stream, index)
+        names = set(map(str, json.loads(content)["weight_map"].values()))
     except FileNotFoundError:
         names = [name for name in os.listdir(source) if name.endswith(SAFETENSORS_SUFFIX)]
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except _NOT_THAT_JSON as error:
         raise DamagedCheckpointError(f"cannot read: {error!r:.200}", path=index) from error
     outside = [name for name in names if os.path.basename(name) != name]
     if outside:
         raise DamagedCheckpointError(f"{outside[0]!r:.100} leads out of it", path=index)
-    paths = [os.path.join(source, name) for name in sorted(names)]
-    for path in paths:
-        if not os.path.isfile(path):
-            raise DamagedCheckpointError("a file that the index names is missing", path=path)
-    if not paths:
+    for name in names:
+        try:
+            files.stat(name)  # refuses what is not a regular file
+        except (FileNotFoundError, ValueError):  # the latter for a name that no file can have
+            what = "a file that the index names is missing"
+            raise DamagedCheckpointError(what, path=files.where(name)) from None
+    if not names:
         raise ReadError("neither a checkpoint nor files of safetensors", path=source)
-    return paths
+    return [files.where(name) for name in sorted(names)]
 
 
 def _package() -> Any:
