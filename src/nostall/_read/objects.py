@@ -17,7 +17,8 @@ from nostall._storage.reading import is_to_blame
 from nostall.errors import DamagedCheckpointError, ReadError, UntrustedObjectError
 
 ENVIRONMENT_HINT = (
-    "the file is not damaged: what was imported when it was saved has to be importable here"
+    "its bytes do not seem to be damaged: make the modules of the program that saved it importable"
+    " here, in the same versions"
 )
 OF_BYTES = (Broken, Harmful, RuntimeError)
 """Raised for bytes that contradict each other; the last by torch."""
