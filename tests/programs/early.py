@@ -64,10 +64,17 @@ class Job:
     Args:
         out: Where they are.
         group: The ranks that save together.
+        planner: Makes the planner of each save.
     """
 
-    def __init__(self, out: Path, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        out: Path,
+        group: dist.ProcessGroup | None = None,
+        planner: Callable[[], DefaultSavePlanner] = DefaultSavePlanner,
+    ) -> None:
         self.out = out
+        self.planner = planner
         self.group = group
         self.queue = AsyncCallsQueue()
         self.cache = CheckpointMetadataCache()
@@ -102,7 +109,7 @@ class Job:
         writer = FileSystemWriterAsync(path, exclusive=self.exclusive)
         state = self.state(self.next)
         planned = save_state_dict_async_plan(
-            state, writer, self.group, 0, DefaultSavePlanner(), True, self.cache
+            state, writer, self.group, 0, self.planner(), True, self.cache
         )
         self.next += 1
         if not is_scheduled:
@@ -189,9 +196,20 @@ def early_of(save: SplitSave | None) -> EarlyCommit:
     return save.early
 
 
-def steady(out: Path) -> dict[str, Any]:
+class OwnPlanner(DefaultSavePlanner):
+    """A class of which nothing is known."""
+
+
+def own_planner(out: Path) -> dict[str, Any]:
+    """With a planner of one's own that does not flatten the state, as Megatron's."""
+    return steady(out, partial(OwnPlanner, flatten_state_dict=False))
+
+
+def steady(
+    out: Path, planner: Callable[[], DefaultSavePlanner] = DefaultSavePlanner
+) -> dict[str, Any]:
     """Committed though nobody polls; then what is left for the training thread."""
-    job = Job(out)
+    job = Job(out, planner=planner)
     with store_operations() as stored, collectives(long_messages=True) as seen:
         save = job.save()
         assert save is not None

@@ -19,10 +19,12 @@ from support.ranks import run_ranks
 from support.waiting import wait_until
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_save_is_committed_though_nobody_polls(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "program"), [(2, "early:steady"), (4, "early:steady"), (2, "early:own_planner")]
+)
+def test_a_save_is_committed_though_nobody_polls(tmp_path: Path, ranks: int, program: str) -> None:
     """One poll asks, the next one has the answer; training communicates in no other way."""
-    for rank, found in enumerate(run_ranks(ranks, "early:steady", tmp_path)):
+    for rank, found in enumerate(run_ranks(ranks, program, tmp_path)):
         assert found["whole"] == [True] * (WARM + 4)
         assert found["collectives before"] == {}
         assert found["polls"] == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -155,19 +155,31 @@ class RankSave:
             prepared = session.prepare_known(known, sources, target=target, engine=default_engine())
             self._state = SplitSave(prepared)
 
-    def learn(self, state_dict: dict[str, Any], flat: dict[str, Any]) -> session.KnownSave | None:
+    def learn(
+        self,
+        state_dict: dict[str, Any],
+        flat: dict[str, Any] | None,
+        last: session.KnownSave | None,
+    ) -> session.KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
 
         This save sends its results with a token then, to which the next one may refer.
 
         Args:
             state_dict: The planned state dict.
-            flat: The same, flattened by the planner.
+            flat: The same, flattened by a planner whose plan follows from the structure; else
+                ``None``.
+            last: That of the save before.
         """
         split = self.split
         if split is None:
             return None
-        learned = session.learn(split.prepared, state_dict, flat, default_engine())
+        known = session.as_known(split.prepared, last).known
+        learned = known
+        if known is None or flat is not None:  # a structure that was not recognised is learned anew
+            learned = session.learn(split.prepared, state_dict, flat, default_engine())
+            if learned is not None and known is not None:
+                learned = replace(learned, token=known.token)
         split.prepared = session.as_known(split.prepared, learned)
         return learned
 

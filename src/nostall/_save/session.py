@@ -101,15 +101,16 @@ def prepare(
 
 @dataclass(frozen=True, kw_only=True)
 class KnownSave:
-    """The part of a prepared save that the next save of the same structure can reuse."""
+    """The part of a prepared save that the next save with an equal plan can reuse."""
 
-    structure: KnownStructure
+    structure: KnownStructure | None
+    """Recognises the structure without a planner; ``None`` if only the planner can."""
     share: Share
     layout: Layout
     naming: FileNaming
     packing: Packing
     token: str
-    """Identifies this structure among all known to ranks."""
+    """Identifies these results among all known to ranks."""
 
     def fits(self, settings: WriterSettings) -> bool:
         """Whether a writer with these settings can use it, whose containers have its format."""
@@ -126,8 +127,8 @@ class KnownSave:
         return tuple(expected_results(self.share, self.layout))
 
 
-def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> KnownSave:
-    """The part of a prepared save that the next one of this structure can reuse."""
+def known(prepared: PreparedSave, structure: KnownStructure | None, engine: Engine) -> KnownSave:
+    """The part of a prepared save that the next one with an equal plan can reuse."""
     items = prepared.plan.items
     require_one_result_each(
         (item.index for item in items),
@@ -146,19 +147,19 @@ def known(prepared: PreparedSave, structure: KnownStructure, engine: Engine) -> 
 
 @no_collection()
 def learn(
-    prepared: PreparedSave, state_dict: dict[str, Any], flat: dict[str, Any], engine: Engine
+    prepared: PreparedSave, state_dict: dict[str, Any], flat: dict[str, Any] | None, engine: Engine
 ) -> KnownSave | None:
     """The reusable part of a prepared save, before staging; ``None`` if nothing is safe.
 
     Args:
         prepared: The save.
         state_dict: The planned state dict.
-        flat: The same, flattened by the planner.
+        flat: The same, flattened by a planner whose plan follows from the structure; else ``None``.
         engine: The engine of the save.
     """
     try:
-        structure = learn_structure(state_dict, flat, prepared.planned)
-        return None if structure is None else known(prepared, structure, engine)
+        structure = None if flat is None else learn_structure(state_dict, flat, prepared.planned)
+        return known(prepared, structure, engine)
     except Exception:  # this save is not affected; the next one is planned
         _log.debug("the structure was not learned", exc_info=True)
         return None
@@ -184,8 +185,13 @@ def prepare_known(
 
 
 def as_known(prepared: PreparedSave, known: KnownSave | None) -> PreparedSave:
-    """The prepared save, with the known one if their results are equal apart from file names."""
-    is_same = known is not None and prepared.planned.share is known.share
+    """The prepared save, with the known one if their results are equal apart from file names.
+
+    Results follow from the final plan and the layout.
+    """
+    is_same = known is not None and (
+        prepared.plan is known.share.plan and prepared.layout.key == known.layout.key
+    )
     if not is_same or prepared.target.settings.transform_descriptors is not None:
         return prepared
     return replace(prepared, known=known)

@@ -184,7 +184,7 @@ def _prepare_known(
         return False
     if not is_stocks_own(arguments.planner):
         return False
-    if not known.fits(writer._rank_save.settings):
+    if known.structure is None or not known.fits(writer._rank_save.settings):
         return False
     session.planner = arguments.planner
     try:
@@ -232,9 +232,9 @@ def _plan(arguments: _SaveArguments, session: SaveSession, *, alone: bool) -> Me
                 assert_never(route)
         with planner_failures():
             writer.prepare_write_data(planner.finish_plan(final), planner)
-        if cache is not None and isinstance(route, Reuse) and is_stocks_own(planner):
-            flat = vars(planner)["state_dict"]
-            cache.known = writer._rank_save.learn(arguments.state_dict, flat)
+        if cache is not None and isinstance(route, Reuse):
+            flat = vars(planner)["state_dict"] if is_stocks_own(planner) else None
+            cache.known = writer._rank_save.learn(arguments.state_dict, flat, cache.known)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
     session.planner = without_state(planner)

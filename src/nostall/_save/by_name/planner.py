@@ -252,7 +252,7 @@ class SavePlanner(DefaultSavePlanner):
         if "state_dict" not in vars(self):
             self._flatten()
         save = session.learn(prepared, given, self.state_dict, engine)
-        if save is None or self._plans is None:
+        if save is None or save.structure is None or self._plans is None:
             return prepared
         plan = KnownPlan(
             name=answer.name,

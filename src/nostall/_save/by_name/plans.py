@@ -180,7 +180,8 @@ class RankPlans:
         found = {}
         for plan in candidates:
             if plan.configuration == configuration:
-                sources = plan.save.structure.find(state_dict, serialize)
+                structure = plan.save.structure
+                sources = None if structure is None else structure.find(state_dict, serialize)
                 if sources is not None:
                     found[plan.name] = Recognised(plan, sources)
         return found
