@@ -446,11 +446,10 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Run the benchmark against the installed package; arguments after `--` go to it."""
+    """Run the benchmarks against the installed package, as in `nox -s bench -- saves --mib 64`."""
     install(session, "numpy")  # torch warns on import when it is missing
-    drawn = any(argument.startswith("--plot") for argument in session.posargs)
-    install_package(session, extra="fast,plot" if drawn else "fast")
-    session.run("python", "-m", "nostall", "bench", *session.posargs)
+    install_package(session, extra="fast")
+    session.run("python", "-m", "benchmarks", *(session.posargs or ("saves",)))
 
 
 @nox.session(venv_backend="none")

@@ -98,8 +98,6 @@ _validate_global_plan: Callable[[list[SavePlan], Metadata], bool | list[str]] | 
 _CheckpointableTensor: Any = _optional(
     "CheckpointableTensor", "torch.distributed.checkpoint.protocol"
 )
-# Without it stock's checkpoint process runs until the interpreter ends.
-_process_executor: Any = _optional("_async_process_executor", "torch.distributed.checkpoint")
 KNOWS_DTENSORS: bool = hasattr(DTensor, "_spec") and hasattr(DTensor, "_local_tensor")
 """Whether DTensors can be recognised from save to save; if not, each save with some is planned."""
 spec_of: Callable[[DTensor], Any] = attrgetter("_spec")
@@ -510,12 +508,6 @@ def arguments_of_async_save() -> Mapping[str, Any]:
     while frame is not None and frame.f_code is not _ASYNC_SAVE:
         frame = frame.f_back
     return {} if frame is None else frame.f_locals
-
-
-def forget_checkpoint_process() -> None:
-    """Drop the process that stock's ``async_save`` started, which ends it."""
-    if _process_executor is not None:
-        _process_executor._CHECKPOINT_PROCESS = None
 
 
 _OWN_PROPERTIES = len(TensorProperties().__getstate__())

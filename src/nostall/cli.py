@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from nostall._cli import bench, convert, diff, inspect, latest, ls, prune, verify
+from nostall._cli import convert, diff, inspect, latest, ls, prune, verify
 from nostall._cli.arguments import Command, NotThere, Status
 from nostall._cli.output import describe, print_error
 from nostall._version import __version__
@@ -26,7 +26,6 @@ _COMMANDS: dict[str, Command] = {
     "verify": verify,
     "prune": prune,
     "convert": convert,
-    "bench": bench,
 }
 _STATUS = {
     NotThere: Status.NOT_THERE,
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_arguments(subparser)
     with ExitStack() as opened:
         opened.enter_context(warnings.catch_warnings())
-        # torch says this as it is imported; `bench` with several ranks, which needs it, checks.
+        # torch says this as it is imported; no command needs it.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         for stream, redirect in ((sys.stdout, redirect_stdout), (sys.stderr, redirect_stderr)):
             if stream is None:  # closed by the caller, as `>&-` does
@@ -68,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not given:
             parser.print_help(sys.stderr)
             return Status.WRONG_ARGUMENTS
-        parsed, unknown = parser.parse_known_args(given, argparse.Namespace(given=given))
+        parsed, unknown = parser.parse_known_args(given)
         if unknown:
             # parse_args would show the usage of all commands, whichever this one is.
             refuse = parsed.refuse if given[0] == parsed.command else parser.error

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
+from nostall._cli.arguments import parse_nbytes
 from support.parts import save_in_halves
 from support.permissions import without_permission
 from support.states import read_metadata, save_stock_way, small_state
@@ -147,9 +148,6 @@ def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run, command: list
         (["diff", ".", ""], "B"),
         (["convert", "", "new"], "SOURCE"),
         (["convert", ".", ""], "TARGET"),
-        (["bench", "--directory", ""], "--directory"),
-        (["bench", "--json", ""], "--json"),
-        (["bench", "--plot", ""], "--plot"),
     ],
     ids=str,
 )
@@ -327,10 +325,9 @@ def test_errors_begin_with_the_path(tmp_path: Path, run: Run) -> None:
     [
         (["ls", ".", "--js"], "nostall ls [-h] "),
         (["verify", ".", "--fast", "a", "b"], "nostall verify [-h] "),
-        (["bench", "--li"], "nostall bench [-h] "),
         (["--js", "ls", "."], "nostall [-h] "),
     ],
-    ids=["ls", "verify", "bench", "none"],
+    ids=["ls", "verify", "none"],
 )
 def test_unknown_options_are_answered_with_the_usage_of_the_command(
     run: Run, arguments: list[str], usage: str
@@ -582,3 +579,21 @@ def test_damage_is_not_a_difference(tmp_path: Path, run: Run) -> None:
         assert (status, shown, error.count("\n")) == (1, "", 1)
         assert "the checkpoint is damaged: __0_0.distcp: CRC-32 is" in error
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        *(("4096", 4096), ("5 B", 5), ("512MiB", 512 << 20), ("1.5g", 3 << 29)),
+        *(("100 MB", 10**8), ("2KiB", 2048), ("4TiB", 4 << 40), ("1tb", 10**12)),
+        *((text, None) for text in ("", "MiB", "-1", "0", "1 TiBs", "1e3", "1iB", "9" * 400)),
+    ],
+    ids=str,
+)
+def test_sizes_are_read_or_refused(text: str, nbytes: int | None) -> None:
+    """Binary and decimal units, fractions, and plain numbers; the message shows what to write."""
+    if nbytes is None:
+        with pytest.raises(ValueError, match=r"size|less than"):
+            parse_nbytes(text)
+    else:
+        assert parse_nbytes(text) == nbytes

@@ -130,7 +130,6 @@ sys.exit(main(["ls", {str(checkpoint.parent)!r}]))
         (("prune", "nowhere", "--keep", "latest=1"), 3),
         (("prune", "nowhere", "--keep", "latest=1", "--del"), 2),
         (("--vers",), 2),
-        (("bench", "--li"), 2),
         (("ls", "nowhere", "--js"), 2),
     ],
     ids=str,

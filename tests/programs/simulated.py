@@ -1,4 +1,4 @@
-"""Real ranks that save what ``bench --simulate-ranks`` simulates, and what they exchange."""
+"""Real ranks that save what ``python -m benchmarks ranks`` simulates, and what they exchange."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint as dcp
 
 import nostall
+from benchmarks.machine import bring_in, cached_pages, cached_share, drop
 from nostall import filesystem_reader
-from nostall._bench.loading.page_cache import bring_in, cached_pages, cached_share, drop
 from nostall._storage import uncached
 from nostall._storage.uncached import UncachedFiles, UncachedSource, is_cached
 from nostall.errors import ReadError

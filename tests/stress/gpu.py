@@ -32,37 +32,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.staging import StagingOptions
 
+from benchmarks.contenders import Contender, DcpAsyncSave, Pending, all_contenders, staging
+from benchmarks.group import Group
+from benchmarks.limits import RawWrites, fast_pages
+from benchmarks.loads import LoadContender, load_contenders
+from benchmarks.machine import bring_in, facts, files_below, sync, versions
+from benchmarks.saves import wait_durable
+from benchmarks.workloads import DEFAULT_MIB, SHAPES, Workload, differences, make_workload
 from nostall import _engine
-from nostall._bench.contender import Contender, Durable, Pending, Setting, file_name, sync
-from nostall._bench.limits import WRITE_SETTINGS, Limits
-from nostall._bench.loading.contender import LoadContender
-from nostall._bench.loading.contenders import load_contenders
-from nostall._bench.loading.page_cache import bring_in, files_below
-from nostall._bench.machine import machine_facts, versions
-from nostall._bench.measure import wait_durable
-from nostall._bench.options import DEFAULT_NBYTES
-from nostall._bench.ours import own_contenders
-from nostall._bench.peers import Nvrx
-from nostall._bench.quantities import parse_nbytes
-from nostall._bench.ranks import Ranks
-from nostall._bench.stock import DcpAsyncSave, DcpSave
-from nostall._bench.workloads import Workload, differences, make_workload
+from nostall._cli.arguments import parse_nbytes
 from programs import accelerator
 
 NO_ACCELERATOR = 3
-SHAPES = ("large", "many")
 MOST_S = 8 * 60
 """The whole run ends before that."""
 MOST_ROUNDS = 7
 TRAINING_ROUNDS = 5
-WRITES = [setting for setting in WRITE_SETTINGS if setting.threads >= 4]
 
 
 def main() -> int:
@@ -109,12 +101,12 @@ def _arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def alone(device: str) -> Iterator[Ranks]:
+def alone(device: str) -> Iterator[Group]:
     """A process group of this rank only: NVRx saves in no other way, and every job has a group."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield Ranks(0, 1, dist.group.WORLD)
+        yield Group(0, 1, dist.group.WORLD)
     finally:
         dist.destroy_process_group()
 
@@ -130,7 +122,7 @@ class Run:
             "complete": False,
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu, a rehearsal",
             "cuda": torch.version.cuda,
-            "machine": machine_facts(scratch),
+            "machine": facts(scratch),
             "versions": versions(),
             "checks": {},
             "benchmarks": {},
@@ -178,17 +170,10 @@ class Run:
 
     def contenders(self) -> list[Contender]:
         quick = self.device == "cuda"
-        staging = StagingOptions(
-            use_pinned_memory=quick,
-            use_shared_memory=True,
-            use_async_staging=False,
-            use_non_blocking_copy=quick,
-        )
-        stager = DcpAsyncSave(
-            "dcp.async_save pinned stager", "DefaultStager as stock sets it", staging=staging
-        )
-        own = [each for each in own_contenders() if each.name != "nostall zstd"]
-        everybody = [*own, DcpSave(), stager, Nvrx()]
+        options = staging(shared=True, pinned=quick)  # as stock sets them
+        stager = DcpAsyncSave("dcp.async_save pinned stager", staging=options)
+        known = [each for each in all_contenders() if not each.name.startswith("dcp.async")]
+        everybody = [*known, stager]
         return [each for each in everybody if each.available() is None]
 
     def measure(self, shape: str, *, for_s: float) -> None:
@@ -196,10 +181,10 @@ class Run:
 
         Half of the time is for stretches of training, in turns, too, at least one.
         """
-        with alone(self.device) as ranks:
-            self._measure(shape, ranks, for_s)
+        with alone(self.device) as group:
+            self._measure(shape, group, for_s)
 
-    def _measure(self, shape: str, ranks: Ranks, for_s: float) -> None:
+    def _measure(self, shape: str, group: Group, for_s: float) -> None:
         until = time.monotonic() + for_s
         rounds_until = until - for_s / 2 if shape == "large" else until
         workload = self.workload(shape)
@@ -216,7 +201,7 @@ class Run:
         for contender in contenders:
             rows[contender.name] = {"blocked_s": [], "durable_s": [], "wrong": None, "error": None}
             with self._part_of(contender.name, rows):
-                self._prepare(contender, ranks, workload, rows[contender.name])
+                self._prepare(contender, group, workload, rows[contender.name])
             self.store()
         for number in range(MOST_ROUNDS):
             if number and time.monotonic() > rounds_until:
@@ -280,7 +265,7 @@ class Run:
             for contender in contenders:
                 row = rows[contender.name] = {"load_s": [], "wrong": None, "error": None}
                 with self._part_of(contender.name, rows):
-                    files = path / file_name(contender.form)
+                    files = path / contender.write.__name__
                     if not files.exists():
                         contender.write(workload.state, files)
                     row["wrong"] = self._wrongly_loaded(contender, workload, files)
@@ -294,7 +279,7 @@ class Run:
                     row = rows[contender.name]
                     if row["error"] is None:
                         with self._part_of(contender.name, rows):
-                            files = path / file_name(contender.form)
+                            files = path / contender.write.__name__
                             row["load_s"].append(self._loaded_s(contender, workload, files))
                 self.store()
         self._say_loads(shape, workload.nbytes, statistics.median(upload_s), rows)
@@ -304,7 +289,7 @@ class Run:
     ) -> list[str]:
         """What differs after a load into other values."""
         into = workload.blank()
-        contender.load(path, into)
+        contender.load(into, path)
         self.module.synchronize()
         return differences(workload.state, into)
 
@@ -313,7 +298,7 @@ class Run:
         gc.collect()
         self.module.synchronize()
         started = time.perf_counter()
-        contender.load(path, workload.same_tensors())
+        contender.load(dict(workload.state), path)
         self.module.synchronize()
         return time.perf_counter() - started
 
@@ -331,19 +316,19 @@ class Run:
                 print(f"  {name:30} {row['error']:.100}")
 
     def _prepare(
-        self, contender: Contender, ranks: Ranks, workload: Workload, row: dict[str, Any]
+        self, contender: Contender, group: Group, workload: Workload, row: dict[str, Any]
     ) -> None:
         """Let a contender save as often as its caches need, and verify the last save."""
         with self.directory() as path:
-            contender.open(Setting(ranks=ranks, nbytes=workload.nbytes, scratch=path))
+            contender.open(group, workload.nbytes, path)
         for _ in range(contender.warmups - 1):
             self._save(contender, workload)
         row["wrong"] = self._differences(contender, workload)
         self.failed |= bool(row["wrong"])
 
     def workload(self, shape: str) -> Workload:
-        nbytes = self.given.bytes or DEFAULT_NBYTES[shape]
-        on_host = make_workload(shape, nbytes, rank=0, world_size=1).state
+        nbytes = self.given.bytes or int(DEFAULT_MIB[shape] * 2**20)
+        on_host = make_workload(shape, nbytes).state
         return Workload(shape, {name: each.to(self.device) for name, each in on_host.items()})
 
     @contextmanager
@@ -365,7 +350,7 @@ class Run:
             started = time.perf_counter()
             pending = contender.save(workload.state, path / "save")
             blocked_s = time.perf_counter() - started
-            blocked_s += 0.0 if isinstance(pending, Durable) else wait_durable(pending)
+            blocked_s += wait_durable(pending)
             return blocked_s, time.perf_counter() - started
 
     def _differences(self, contender: Contender, workload: Workload) -> list[str]:
@@ -374,7 +359,8 @@ class Run:
         version = workload.version
         with self.directory() as path:
             pending = contender.save(workload.state, path / "save")
-            pending.wait_staged()
+            if pending is not None:
+                pending.wait_staged()
             workload.advance()
             wait_durable(pending)
             workload.set_version(version)
@@ -411,7 +397,7 @@ class Steps:
         self._right = torch.randn(width, width, device=device, dtype=torch.bfloat16)
         self._workload = workload
 
-    def run(self, save: Callable[[], Pending] | None) -> float:
+    def run(self, save: Callable[[], Pending | None] | None) -> float:
         """Seconds that the steps take; what is still to be written afterwards does not count."""
         started, pending = time.perf_counter(), None if save is None else save()
         done = pending is None
@@ -445,23 +431,20 @@ class DeviceLimits:
         self.nbytes = nbytes
         self.samples: dict[str, Any] = {
             "pinned_copy_s": [],
-            "raw_write_s": {str(setting): [] for setting in WRITES},
-            "direct": True,
+            "raw_write_s": {},
         }
         self._module = torch.get_device_module(device)
         self._on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
         self._pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
-        self._files = Limits([torch.zeros(nbytes, dtype=torch.uint8)])
+        pages = fast_pages(nbytes)
+        torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
+        self._writes = RawWrites(pages, nbytes)
 
     def measure(self, directory: Path) -> None:
         self.samples["pinned_copy_s"].append(min(self._copied_s() for _ in range(3)))
-        for setting in WRITES:
-            path = directory / "raw"
-            wrote = self._files.raw_write(path, setting)
-            path.unlink()
-            sync(directory)
-            self.samples["raw_write_s"][str(setting)].append(wrote.seconds)
-            self.samples["direct"] &= wrote.direct
+        wrote = self._writes.measure(directory / "raw", lambda: sync(directory))
+        for setting, seconds in wrote.items():
+            self.samples["raw_write_s"].setdefault(setting, []).append(seconds)
 
     def _copied_s(self) -> float:
         return self._took_s(self._pinned, self._on_device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import itertools
+import re
 from collections.abc import Callable, Collection, Sequence
 from enum import IntEnum
 from typing import Protocol, TypeVar
@@ -14,6 +15,8 @@ from nostall._storage.places import is_address
 from nostall.errors import OptionError
 
 T = TypeVar("T")
+
+_SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d+)?)\s*(?:([KMGT])(I?B)?|B)?\s*", re.IGNORECASE)
 
 
 class Command(Protocol):
@@ -93,6 +96,24 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return checked(parse)
+
+
+def parse_nbytes(text: str) -> int:
+    """Bytes from ``512MiB``, ``1.5G`` (binary), ``100MB`` (decimal) or a plain number.
+
+    Raises:
+        ValueError: The text is not a size, or is less than one byte.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            f"{text!r} is not a size; write 512MiB, 1GiB, 2TiB, 100MB or a number of bytes"
+        )
+    base = 1000 if (match[3] or "").upper() == "B" else 1024
+    nbytes = int(float(match[1]) * base ** " KMGT".index((match[2] or " ").upper()))
+    if nbytes < 1:
+        raise ValueError(f"{text!r} is less than one byte")
+    return nbytes
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
-from nostall._bench.quantities import parse_nbytes
 from nostall._cli.arguments import (
     Status,
     add_json,
@@ -16,6 +15,7 @@ from nostall._cli.arguments import (
     at_least,
     checked,
     matches,
+    parse_nbytes,
     place,
     require_chosen,
 )

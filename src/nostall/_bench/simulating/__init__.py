@@ -1,1 +1,0 @@
-"""What a save of thousands of ranks costs its coordinator, simulated in one process."""

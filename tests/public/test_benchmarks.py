@@ -1,0 +1,203 @@
+"""The benchmarks: contenders run, wrong checkpoints are told, limits belong to the same rounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.__main__ import main
+from benchmarks.contenders import Contender, DcpAsyncSave, DcpSave, Pending
+from benchmarks.group import Group, python_path
+from benchmarks.loads import LoadContender, Loads, load_contenders, measure_loads
+from benchmarks.report import Column, Report, Row, rendered
+from benchmarks.saves import COLUMNS, LEGEND, Saves, measure_saves
+from benchmarks.workloads import State, make_workload
+from support.ranks import run_ranks
+
+Found = dict[str, dict[str, Any]]
+SMALL = ("--mib", "1", "--rounds", "1", "--json", "found.json")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def stored() -> tuple[dict[str, Any], Found]:
+    """The JSON file, and its contenders by name."""
+    found = json.loads(Path("found.json").read_text())
+    return found, {row["name"]: row for row in found["contenders"]}
+
+
+def saved(*contenders: Contender, limits: Callable[[], dict[str, float]] = dict) -> Report:
+    saves = Saves(make_workload("large", 1 << 16), Path.cwd(), Group())
+    return measure_saves(saves, contenders, rounds=3, limits=limits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "names"), [("large", "*"), ("many", "*planned once,dcp.save")])
+def test_every_contender_saves_what_it_is_given(shape: str, names: str) -> None:
+    """Each that can take part is measured and verified, and the limits as often."""
+    assert (
+        main(["saves", *SMALL, "--shape", shape, "--contenders", names, "--memory-saves", "0"]) == 0
+    )
+    found, contenders = stored()
+    assert len(contenders) == (11 if shape == "large" else 3)
+    for name, row in contenders.items():
+        assert row["status"] == ("not available" if name == "nvrx" else "in"), row["why"]
+        if row["status"] == "in":
+            assert {column.figure for column in COLUMNS} - {"memory_nbytes"} <= row[
+                "samples"
+            ].keys()
+            assert len(row["samples"]["durable_s"]) == 1
+    assert {len(each) for each in found["limits"]["samples"].values()} == {1}
+    assert [each.name for each in Path.cwd().iterdir()] == ["found.json"]
+
+
+@pytest.mark.slow
+def test_two_ranks_start_themselves() -> None:
+    """Under torchrun; memory is measured, too."""
+    options = ("--contenders", "nostall overlapped,dcp.save", "--memory-saves", "1")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "saves", "--ranks", "2", *SMALL, *options],
+        env={"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    _, contenders = stored()
+    for row in contenders.values():
+        assert row["status"] == "in", row["why"]
+        assert row["samples"]["memory_nbytes"][0] > 0
+
+
+class Stale(DcpSave):
+    """Saves what it was given first, again and again."""
+
+    def save(self, state: State, path: Path) -> Pending | None:
+        self.first = getattr(self, "first", {name: each.clone() for name, each in state.items()})
+        return super().save(self.first, path)
+
+
+class Torn(DcpAsyncSave):
+    """Says too early that the state may be changed: copies as late as it is polled."""
+
+    def save(self, state: State, path: Path) -> Pending:
+        return Pending(lambda: [DcpSave.save(self, state, path)] != [])
+
+
+class Broken(DcpSave):
+    """Can no longer save in the second round."""
+
+    saves = 0
+
+    def save(self, state: State, path: Path) -> Pending | None:
+        self.saves += 1
+        if self.saves == 3:
+            raise OSError(28, "No space left on device")
+        return super().save(state, path)
+
+
+def test_a_wrong_checkpoint_is_told_and_its_contender_left_out() -> None:
+    """Beside one that fails, which is told, too, and one that is right."""
+    report = saved(Stale("stale"), Torn("torn"), Broken("broken"), DcpSave("right"))
+    status = {row.name: row.status for row in report.contenders}
+    assert status == {"stale": "WRONG", "torn": "WRONG", "broken": "FAILED", "right": "in"}
+    assert report.failed
+    report.about = {"options": {}, "machine": {}, "versions": {}}
+    text = rendered(report, COLUMNS, LEGEND)
+    assert "WRONG: torn: its checkpoint is not what was saved: 216 differ: layers.0.0" in text
+    assert "FAILED: broken: OSError: [Errno 28] No space left on device" in text
+    assert [line.split()[0] for line in text.splitlines()[4:6]] == ["blocked", "right"]
+
+
+def test_limits_are_measured_between_contenders_and_ratios_are_of_rounds() -> None:
+    """Each round begins with another turn."""
+    turns: list[str] = []
+
+    class Named(DcpSave):
+        def save(self, state: State, path: Path) -> Pending | None:
+            turns.append(self.name)
+            return super().save(state, path)
+
+    def limits() -> dict[str, float]:
+        turns.append("limits")
+        return {"memcpy_s": 0.5}
+
+    report = saved(Named("a"), Named("b"), limits=limits)
+    rounds = ["limits", "a", "b", "a", "b", "limits", "b", "limits", "a"]
+    assert turns == ["a", "b", *rounds, "a", "b"]  # verified before and after
+    row = Row(name="a", samples={"durable_s": [1.0, 2.0, 4.0]})
+    report = Report(contenders=[row, Row(name="b", samples={"durable_s": [1.0, 1.0, 8.0]})])
+    assert Column("/ b", "durable_s", digits=2, over="b").cell(row, report) == "1.00 [0.75, 1.50]"
+
+
+@pytest.mark.slow
+def test_every_contender_loads_what_was_saved() -> None:
+    """Warm and cold."""
+    assert main(["loads", *SMALL]) == 0
+    found, contenders = stored()
+    assert list(contenders) == [each.name for each in load_contenders()]
+    for row in contenders.values():
+        assert row["status"] in ("in", "not available"), row["why"]
+        assert row["status"] != "in" or len(row["samples"]["cold_s"]) == 1
+    assert {len(each) for each in found["limits"]["samples"].values()} == {1}
+
+
+def test_a_load_that_fills_other_tensors_is_told() -> None:
+    """The targets are what counts, not what the state dict holds afterwards."""
+
+    def load(into: State, path: Path) -> None:
+        into.update(torch.load(path / "all.pt"))
+
+    writes = load_contenders()[-2].write
+    loads = Loads(make_workload("large", 1 << 16), Path.cwd())
+    report = measure_loads(loads, [LoadContender(name="x", load=load, write=writes)], rounds=1)
+    assert report.contenders[0].status == "WRONG"
+
+
+@pytest.mark.slow
+def test_fresh_processes_load_and_save() -> None:
+    """By each way, and bring what was saved."""
+    assert main(["restart", *SMALL]) == 0
+    _, contenders = stored()
+    for row in contenders.values():
+        assert {"total_s", "load_s", "first_blocked_s"} <= row["samples"].keys()
+
+
+def simulated(ranks: int, items: int) -> Found:
+    options = ["--ranks", f"{ranks}", "--items", f"{items}", "--rounds", "1"]
+    assert main(["ranks", *options, "--json", "found.json"]) == 0
+    return stored()[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_real_ranks_exchange_what_simulated_ones_do(tmp_path: Path, ranks: int) -> None:
+    """By ``dcp.save`` with both planners: collectives alike, and bytes within 15 %."""
+    counted = simulated(ranks, 50)
+    real = run_ranks(ranks, "simulated:exchanged", tmp_path / "real", "50")
+    for way, by_save in real[0].items():
+        for save, found in by_save.items():
+            figures = counted[f"{way}, {save}"]["samples"]
+            assert figures["collectives"] == [found["collectives"]]
+            up_nbytes = sum(each[way][save]["up"] for each in real) / ranks
+            assert figures["up_nbytes"] == [pytest.approx(up_nbytes, rel=0.15)]
+            assert figures["down_nbytes"] == [pytest.approx(found["down"], rel=0.15)]
+
+
+def test_the_steady_state_does_not_depend_on_items() -> None:
+    """Of messages; stock's and NVRx's grow with them."""
+    few, many = simulated(16, 50), simulated(16, 400)
+    for name, row in few.items():
+        growth = many[name]["samples"]["up_nbytes"][0] / row["samples"]["up_nbytes"][0]
+        is_short = name.startswith("nostall") and name.endswith("later")
+        assert (growth < 1.1) if is_short else (growth > 6), name
