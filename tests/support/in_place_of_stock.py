@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Put them in place, before any test is imported."""
-    SpawnContext.Process = ForkProcess  # type: ignore[misc, assignment]
+    SpawnContext.Process = ForkProcess  # type: ignore[assignment]
     if config.getoption("classes") == "nostall":
         ours = {"FileSystemWriter": FileSystemWriterAsync, "FileSystemReader": FileSystemReader}
         for module in (checkpoint, _storage_utils, filesystem, format_utils):
