@@ -37,7 +37,6 @@ from nostall._storage.removed_files import RemovedFiles
 from nostall._tier.promotion import Promotion, PromotionStatus
 from nostall._tier.promotions import Promotions
 from nostall._writer.handle import WriterProcess
-from nostall._writer.seals import ChunkPlans
 from nostall.errors import OptionError, SaveAbortedError
 from nostall.options import EngineOptions
 
@@ -61,8 +60,6 @@ class Engine:
         """Places of staged payloads in their images, by structure and options."""
         self.faults: tuple[dict[str, Any], ...] = ()
         """Faults for every save that starts now; set by ``nostall.testing`` only."""
-        self.chunk_plans = ChunkPlans()
-        """For saves that are written in this process."""
         self.under_way = UnderWay()
         """Progress of the saves that use this engine."""
         self.removed = RemovedFiles()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
-import socket
 import struct
 import tracemalloc
 import zipfile
-from collections.abc import Iterator
 from contextlib import closing
 from enum import Enum
 from pathlib import Path
@@ -31,18 +28,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 import nostall
 from nostall._commit.metadata import load_metadata
-from nostall._model.jobs import RankFailed
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import as_stream, damage_of_container
-from nostall._writer.framing import Receiver, encode, send
-from nostall._writer.main import _Writer
-from nostall._writer.messages import report_from_message
-from nostall.errors import ProtocolError, UnknownMetadataError, UntrustedMetadataError
+from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import State
 from stress.fuzz_inputs import _METADATA, _named, _text
 from support.manifests import with_manifest_of
-from support.messages import example_messages
 from support.states import small_state
 
 TWO = pickle.PROTO + b"\2"
@@ -377,104 +369,3 @@ def test_an_archive_that_takes_any_time_to_read_is_damage(
         damage = damage_of_container(as_stream(source))
     assert damage is not None
     assert what in damage
-
-
-# --- messages -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def wire() -> Iterator[tuple[socket.socket, socket.socket]]:
-    ours, theirs = socket.socketpair()
-    theirs.settimeout(30)
-    with ours, theirs:
-        yield ours, theirs
-
-
-@pytest.mark.parametrize("count", [-1, 1, "many", None, 1.0, True, 10**30])
-def test_descriptors_that_did_not_come_are_a_protocol_error(
-    wire: tuple[socket.socket, socket.socket], count: Any
-) -> None:
-    """Whatever a message says of their number."""
-    ours, theirs = wire
-    ours.sendall(encode({"type": "t", "descriptors": count}))
-    with pytest.raises(ProtocolError):
-        Receiver(theirs).receive()
-
-
-def test_descriptors_without_a_receiver_are_closed(
-    wire: tuple[socket.socket, socket.socket],
-) -> None:
-    """A trainer gets none; those that a writer did not ask for are closed at once."""
-    ours, theirs = wire
-    sent = os.memfd_create("test")
-    before = os.listdir("/proc/self/fd")
-    trainer = Receiver(theirs, descriptors=0)
-    send(ours, {"type": "t"}, (sent, sent))
-    with pytest.raises(ProtocolError, match="claims 2 descriptors"):
-        trainer.receive()
-    raw = encode({"type": "t"})
-    writer = Receiver(theirs)
-    socket.send_fds(ours, [raw], [sent, sent])
-    assert writer.receive() == ({"type": "t"}, [])
-    assert os.listdir("/proc/self/fd") == before
-    os.close(sent)
-
-
-def test_messages_are_read_as_one_encoding(wire: tuple[socket.socket, socket.socket]) -> None:
-    """Not as whatever Python's JSON takes them for."""
-    ours, theirs = wire
-    body = '{"type":"t"}'.encode("utf-16")
-    ours.sendall(encode({})[:4] + struct.pack("<Q", len(body)) + body)
-    with pytest.raises(ProtocolError):
-        Receiver(theirs).receive()
-
-
-IMPOSSIBLE = [
-    {"type": "map", "block": 1, "nbytes": 4096},
-    {"type": "map", "block": []},
-    {"type": "cancel"},
-    {"type": "seals", "number": 1e999, "tables": []},
-]
-
-
-@pytest.mark.parametrize("message", IMPOSSIBLE, ids=repr)
-def test_what_a_trainer_never_says_is_a_protocol_error(
-    wire: tuple[socket.socket, socket.socket], message: dict[str, Any]
-) -> None:
-    """Not any error that happens to come up."""
-    with pytest.raises(ProtocolError):
-        _Writer(wire[0]).take(message, [])
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 1 << 62])
-def test_a_job_in_memory_that_is_not_there_fails(
-    wire: tuple[socket.socket, socket.socket], nbytes: int
-) -> None:
-    """Also an empty file's, and before room is made for as many chunks as it claims to have."""
-    writer = _Writer(wire[0])
-    job, *_, seals = example_messages()
-    job["files"][0]["nbytes"] = nbytes
-    writer.take(seals, [])
-    writer.take(job, [])
-    taken, _ = writer._jobs.get()
-    with pytest.raises(ProtocolError, match="outside of the memory"):
-        writer._images(taken)
-
-
-@pytest.mark.parametrize("thread", [float("inf"), -1, "1"])
-def test_a_report_with_an_impossible_span_is_a_protocol_error(thread: Any) -> None:
-    """Infinity is JSON to Python, and no integer."""
-    _, written, *_ = example_messages()
-    written["report"]["receipts"][0]["work"]["spans"] = [["write", thread, 0.0, 1.0]]
-    with pytest.raises(ProtocolError):
-        report_from_message(written)
-
-
-@pytest.mark.parametrize("field", ["kind", "message", "path", "errno"])
-def test_a_failure_of_other_kinds_is_a_protocol_error(field: str) -> None:
-    """It would come up where it is made an exception of, far from the process that sent it."""
-    _, _, failed, *_ = example_messages()
-    assert isinstance(report_from_message(failed), RankFailed)
-    failed["report"]["failure"][field] = [[]]
-    with pytest.raises(ProtocolError):
-        report_from_message(failed)

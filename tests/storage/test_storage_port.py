@@ -22,7 +22,6 @@ from nostall._writer.chunks import write_images
 from nostall._writer.faults import Faults
 from nostall._writer.images import WholeImage
 from nostall._writer.position import Position
-from nostall._writer.seals import plan_chunks
 from nostall.errors import NotDurableError, WriteError
 from nostall.testing import MemoryStorage, storage_contract
 
@@ -202,7 +201,6 @@ def _write(storage: MemoryStorage, *, retries: int) -> bytes:
             on_progress=lambda _: None,
             on_created=lambda _: None,
         ),
-        plan_chunks,
     )
     assert [receipt.name for receipt in receipts] == ["a.distcp", "b.distcp"]
     return content

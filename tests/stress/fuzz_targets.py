@@ -44,7 +44,6 @@ from nostall._storage.reading import (
 from nostall.errors import DamagedCheckpointError, UnknownMetadataError, UntrustedMetadataError
 from nostall.integrity import State
 from stress.fuzz_inputs import NUMBERS, TEXTS, VALUES, changed_bytes, changed_json, changed_program
-from stress.fuzz_messages import MessagesTarget
 from stress.fuzz_reads import ReadsTarget
 from support.indexes import content_of, index_of
 
@@ -401,6 +400,5 @@ MAKERS: Mapping[str, Callable[[str], Target]] = {
     "container": ContainerTarget,
     "manifest": ManifestTarget,
     "index": IndexTarget,
-    "messages": MessagesTarget,
     "reads": ReadsTarget,
 }

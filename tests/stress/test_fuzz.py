@@ -56,8 +56,6 @@ def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
         assert outcome in ended.stdout
     for outcome in ("index: accepted", "index: UntrustedMetadataError"):
         assert outcome in ended.stdout
-    for outcome in ("trainer: taken", "writer: taken", "job", "a report is malformed"):
-        assert outcome in ended.stdout
     for way in ("dcp.load", "nostall.load", "slices"):
         for outcome in ("loaded", "DamagedCheckpointError"):
             assert re.search(rf" {way} (none|crc): {outcome}$", ended.stdout, re.MULTILINE)

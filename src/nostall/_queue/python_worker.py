@@ -24,8 +24,7 @@ from typing import Any
 from nostall._model.anonymous import memory_descriptor
 from nostall._model.jobs import Failure
 from nostall._writer.child import ENCODING, ChildProcess, import_paths
-from nostall._writer.framing import Message, send
-from nostall._writer.messages import failure_from_plain
+from nostall._writer.messages import Answer, Call, send
 from nostall._writer.parent import ignore_signals, messages_from_parent, say_ready
 from nostall.errors import StagingError
 
@@ -115,9 +114,8 @@ class PythonWorker(ChildProcess[Outcome]):
         """Send a serialised call; takes its descriptor. The future always completes."""
         self._calls += 1
         job = str(self._calls)
-        request = {"type": "call", "job": job}
         try:
-            return self._ask(job, lambda failure: failure, [(request, (call_fd,))])
+            return self._ask(job, lambda failure: failure, [(Call(job), (call_fd,))])
         finally:
             os.close(call_fd)
 
@@ -132,10 +130,6 @@ class PythonWorker(ChildProcess[Outcome]):
             self.terminate("the request was aborted", kill_after_s=self._sigterm_timeout_s)
             return
         self.close(kill_after_s=self._sigterm_timeout_s)
-
-    def _answer(self, message: Message) -> Outcome:
-        failure = message["failure"]
-        return None if failure is None else failure_from_plain(failure)
 
 
 def serve(socket_fd: int, parent_pid: int) -> None:
@@ -158,16 +152,16 @@ def serve(socket_fd: int, parent_pid: int) -> None:
                 errno=error.errno if isinstance(error, OSError) else None,
                 traceback=traceback.format_exc(),
             )
-        plain = None if failure is None else failure._asdict()
-        send(sock, {"type": "returned", "job": job, "failure": plain})
+        send(sock, Answer(job, failure))
 
 
 def _listen(
     sock: socket.socket, parent_pid: int, calls: queue.SimpleQueue[tuple[str, int]]
 ) -> None:
     try:
-        for message, descriptors in messages_from_parent(sock, parent_pid):
-            calls.put((message["job"], descriptors[0]))
+        for call, (fd,) in messages_from_parent(sock, parent_pid):
+            assert isinstance(call, Call)
+            calls.put((call.job, fd))
     finally:
         os._exit(0)  # whatever the other thread is doing
 

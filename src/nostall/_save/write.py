@@ -76,7 +76,6 @@ def _write(
             images,
             () if target.settings.stream is None else (target.settings.stream,),
             cancelled,
-            engine.chunk_plans.plan,
             partial(target.progress.wrote, job.job),
             target.progress.created.add,
         )

@@ -103,7 +103,6 @@ def _write(
         job._replace(io_threads=threads),
         images,
         cancelled=cancelled,
-        chunk_planner=engine.chunk_plans.plan,
         on_progress=partial(prepared.target.progress.wrote, job.job),
         on_created=prepared.target.progress.created.add,
     )

@@ -13,13 +13,12 @@ import threading
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from nostall._model.checksum import use_fastest_from
 from nostall._model.jobs import Failure
 from nostall._tier.copying import Refused, Unpromotable
-from nostall._tier.promoting import Existing, NotYet, PromotionJob, promote
-from nostall._writer.framing import Message, send
+from nostall._tier.promoting import Existing, NotYet, Promote, Promoting, promote
+from nostall._writer.messages import Answer, Message, send
 from nostall._writer.parent import (
     ignore_signals,
     make_importable,
@@ -42,6 +41,7 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     if checksums_from:
         use_fastest_from(checksums_from)
     for message, _ in messages_from_parent(promoter.socket, parent_pid):
+        assert isinstance(message, Promote)
         promoter.jobs.put(message)
     os._exit(0)  # whatever the other threads are doing
 
@@ -49,7 +49,7 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
 class _Promoter:
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
-        self.jobs: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.jobs: queue.SimpleQueue[Promote] = queue.SimpleQueue()
         self._send_lock = threading.Lock()
         self._next_s = 0.0
 
@@ -84,51 +84,38 @@ class _Promoter:
 
     def _try(self, attempt: _Attempt) -> float | None:
         """Try to promote; seconds until the next attempt, or ``None`` if the job is answered."""
-        message = attempt.message
-        name = message["job"]
+        name, job, sys_path = attempt.message
         failure: Failure | None = None
         try:
-            make_importable(message["sys_path"])
-            promote(_job(message), partial(self._send_progress, name))
+            make_importable(sys_path)
+            promote(job, partial(self._send_progress, name))
         except (Existing, Unpromotable) as error:
             failure = error.failure
         except (NotYet, BlockingIOError) as error:
             waits = str(error) if isinstance(error, NotYet) else "another process promotes it"
-            self.send({"type": "progress", "job": name, "waits": waits})
+            self.send(Promoting(name, waits=waits))
             return _FIRST_DELAY_S
         except Exception as error:  # whatever the client of a store raises; it may pass
-            self.send({"type": "progress", "job": name, "trouble": _described(error)})
+            self.send(Promoting(name, trouble=_described(error)))
             delay_s, attempt.delay_s = attempt.delay_s, min(2 * attempt.delay_s, _LONGEST_DELAY_S)
             return delay_s
-        plain = None if failure is None else failure._asdict()
-        self.send({"type": "promoted", "job": name, "failure": plain})
+        self.send(Answer(name, failure))
         return None
 
     def _send_progress(self, name: str, nbytes: int, total_nbytes: int) -> None:
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + _PROGRESS_EVERY_S
-            self.send({"type": "progress", "job": name, "nbytes": nbytes, "of": total_nbytes})
+            self.send(Promoting(name, nbytes, total_nbytes))
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
     """A job that is not answered, and when it is tried next."""
 
-    message: Message
+    message: Promote
     due_s: float = 0.0
     delay_s: float = _FIRST_DELAY_S
-
-
-def _job(message: dict[str, Any]) -> PromotionJob:
-    return PromotionJob(
-        directory=message["directory"],
-        destination=message["destination"],
-        record=message["record"],
-        io_threads=message["io_threads"],
-        chunk_nbytes=message["chunk_nbytes"],
-        retries=message["retries"],
-    )
 
 
 def _described(error: Exception) -> str:

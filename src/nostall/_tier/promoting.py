@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from nostall._commit.manifest import Manifest, manifest_alone
 from nostall._commit.publish import commit
@@ -64,6 +65,27 @@ class PromotionJob(Copying):
 
     record: str
     """``.metadata``, or the name of a part's record."""
+
+
+class Promote(NamedTuple):
+    """The message that requests a promotion."""
+
+    job: str
+    promotion: PromotionJob
+    sys_path: Sequence[str]
+    """Import path of an object store's client; empty without one."""
+
+
+class Promoting(NamedTuple):
+    """The message about a promotion in progress: bytes written, or why none are."""
+
+    job: str
+    nbytes: int = 0
+    of_nbytes: int = 0
+    waits: str = ""
+    """Which other ranks it waits for."""
+    trouble: str = ""
+    """Why the destination refused."""
 
 
 def promote(job: PromotionJob, on_progress: Callable[[int, int], None]) -> None:

@@ -15,9 +15,9 @@ from nostall._model.jobs import Failure, RankFailed
 from nostall._model.names import METADATA_NAME
 from nostall._ranks.failures import error_of
 from nostall._storage.places import is_address
+from nostall._tier.promoting import Promote, Promoting, PromotionJob
 from nostall._writer.child import ChildProcess, bare_arguments, import_paths
-from nostall._writer.framing import Message
-from nostall._writer.messages import failure_from_plain
+from nostall._writer.messages import Message
 from nostall.errors import SaveTimeoutError
 from nostall.options import EngineOptions
 
@@ -179,32 +179,27 @@ class PromotingProcess(ChildProcess[Failure | None]):
         """Begin a promotion; the future always ends."""
         job = str(next(self._numbers))
         self._promotions[job] = promotion
-        message: Message = {
-            "type": "promote",
-            "job": job,
-            "directory": promotion.local_path,
-            "destination": promotion.path,
-            "record": promotion.record,
-            "io_threads": min(_IO_THREADS, self._options.io_threads or _IO_THREADS),
-            "chunk_nbytes": self._options.chunk_nbytes,
-            "retries": self._options.write_retries,
-            "sys_path": import_paths() if is_address(promotion.path) else [],
-        }
+        work = PromotionJob(
+            directory=promotion.local_path,
+            destination=promotion.path,
+            record=promotion.record,
+            io_threads=min(_IO_THREADS, self._options.io_threads or _IO_THREADS),
+            chunk_nbytes=self._options.chunk_nbytes,
+            retries=self._options.write_retries,
+        )
+        message = Promote(job, work, import_paths() if is_address(promotion.path) else ())
         outcome = self._ask(job, lambda failure: failure, [(message, ())])
         on_done(outcome, lambda _: self._promotions.pop(job, None))
         return outcome
 
     def _handle_event(self, message: Message) -> None:
-        promotion = self._promotions.get(message["job"])
-        if promotion is None:
+        if not isinstance(message, Promoting):
+            super()._handle_event(message)
+        elif (promotion := self._promotions.get(message.job)) is None:
             return
-        if "waits" in message:
-            promotion.waits(str(message["waits"]))
-        elif "trouble" in message:
-            promotion.refused(str(message["trouble"]))
+        elif message.waits:
+            promotion.waits(message.waits)
+        elif message.trouble:
+            promotion.refused(message.trouble)
         else:
-            promotion.moved(int(message["nbytes"]), int(message["of"]))
-
-    def _answer(self, message: Message) -> Failure | None:
-        plain = message["failure"]
-        return None if plain is None else failure_from_plain(plain)
+            promotion.moved(message.nbytes, message.of_nbytes)

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -28,7 +27,7 @@ import psutil
 from nostall._model import checksum
 from nostall._model.interrupts import is_done, start, uninterruptible
 from nostall._model.jobs import Failure
-from nostall._writer.framing import Message, Receiver, send
+from nostall._writer.messages import Answer, Message, Ready, Receiver, send
 from nostall._writer.parent import STARTED
 from nostall.errors import ProtocolError, WriterDiedError
 
@@ -79,10 +78,11 @@ def bare_arguments(module: str) -> list[str]:
 def import_paths() -> list[str]:
     """Where this process finds modules, for a child; Python ignores what is not a string."""
     paths: list[object] = [*sys.path]
-    return [each for each in paths if isinstance(each, str)]
+    # Plain ones: the child may not have the class of others.
+    return [str.__str__(each) for each in paths if isinstance(each, str)]
 
 
-class ChildProcess(ABC, Generic[T]):
+class ChildProcess(Generic[T]):
     """A running background process whose answers are of type ``T``.
 
     Args:
@@ -193,11 +193,12 @@ class ChildProcess(ABC, Generic[T]):
             os.close(fd)
 
     def _handle_event(self, message: Message) -> None:
-        """Handle a message that is not an answer; not every kind of process sends them."""
+        """Handle a message that is not an answer; not every kind of process sends them.
 
-    @abstractmethod
-    def _answer(self, message: Message) -> T:
-        """Decode an answer."""
+        Raises:
+            ProtocolError: This kind does not send it.
+        """
+        raise ProtocolError(f"an unexpected message: {message!r:.200}")
 
     def _ask(
         self,
@@ -256,7 +257,7 @@ class ChildProcess(ABC, Generic[T]):
 
     def _receive(self) -> None:
         """The receiving thread: settle futures until the process is gone, then fail the others."""
-        receiver = Receiver(self._socket, descriptors=0)  # received ones would not be closed
+        receiver = Receiver(self._socket)
         try:
             while True:
                 try:
@@ -273,21 +274,16 @@ class ChildProcess(ABC, Generic[T]):
         self._settle_rest()
 
     def _take(self, message: Message) -> None:
-        if message["type"] == "ready":
-            self._note_ready()
-            return
-        if message["type"] in ("progress", "created"):
-            self._handle_event(message)
-            return
-        # Before the waiter is removed: if decoding raises, it is failed with the rest.
-        answer = self._answer(message)
-        job = message.get("job")
-        if not isinstance(job, str):
-            raise ProtocolError("an answer without a job")
-        with self._lock:
-            waiting = self._waiting.pop(job, None)
-        if waiting is not None:  # a late answer without a waiter is dropped
-            waiting.future.set_result(answer)
+        match message:
+            case Ready():
+                self._note_ready()
+            case Answer():
+                with self._lock:
+                    waiting = self._waiting.pop(message.job, None)
+                if waiting is not None:  # a late answer without a waiter is dropped
+                    waiting.future.set_result(message.outcome)
+            case _:
+                self._handle_event(message)
 
     def _note_ready(self) -> None:
         if not self._ready.done():

@@ -40,7 +40,7 @@ from nostall._storage.port import Files, Upload, may_pass
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Position
-from nostall._writer.seals import ChunkPlanner, Payloads
+from nostall._writer.seals import Payloads, plan_chunks
 
 _BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 4
@@ -56,7 +56,6 @@ def write_images(
     images: Mapping[str, Image],
     faults: Faults,
     at: Position,
-    chunk_planner: ChunkPlanner,
 ) -> tuple[FileReceipt, ...]:
     """Write all files of a job, each up to ``job.retries`` times anew after a transient error.
 
@@ -71,7 +70,7 @@ def write_images(
     attempt = 0
     while True:
         tasks = [
-            _FileTask(job, storage, image, images[image.name], faults, at, chunk_planner, checksums)
+            _FileTask(job, storage, image, images[image.name], faults, at, checksums)
             for image in job.files
             if image.name not in done
         ]
@@ -176,7 +175,6 @@ class _FileTask:
         content: Image,
         faults: Faults,
         at: Position,
-        chunk_planner: ChunkPlanner,
         checksums: threading.Semaphore,
     ) -> None:
         self.name = image.name
@@ -191,7 +189,7 @@ class _FileTask:
         self._file: Upload | None = None
         self._lock = threading.Lock()
         size = page_aligned(max(1, job.chunk_nbytes))
-        self._bounds = [*range(0, image.nbytes, size), image.nbytes] if image.nbytes else [0, 0]
+        self._bounds = (*range(0, image.nbytes, size), image.nbytes) if image.nbytes else (0, 0)
         self.chunk_count = len(self._bounds) - 1
         self._summed = [threading.Event() for _ in range(self.chunk_count)]
         self._sealed = [threading.Event() for _ in range(self.chunk_count)]
@@ -205,7 +203,7 @@ class _FileTask:
         self.failure: Exception | None = None
         self.failed_in = ""
         """The phase in which it failed."""
-        self._payloads = Payloads(chunk_planner(image.seals, self._bounds))
+        self._payloads = Payloads(plan_chunks(image.seals, self._bounds))
         self._started_s = 0.0
         self._finished_s = 0.0
         self._spans: list[tuple[str, int, float, float]] = []

@@ -27,7 +27,6 @@ from nostall._writer.chunks import write_images
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
-from nostall._writer.seals import ChunkPlanner, plan_chunks
 from nostall._writer.streams import StreamFiles
 
 
@@ -36,7 +35,6 @@ def perform(
     images: Mapping[str, Image],
     streams: Sequence[StreamTarget] = (),
     cancelled: threading.Event | None = None,
-    chunk_planner: ChunkPlanner = plan_chunks,
     on_progress: Callable[[int], None] = lambda _: None,
     on_created: Callable[[str], None] = lambda _: None,
 ) -> RankReport:
@@ -47,7 +45,6 @@ def perform(
         images: The bytes of each file, by name.
         streams: The user's callables, once for each thread, if files are written through them.
         cancelled: Set by another thread to stop the job between two chunks.
-        chunk_planner: :func:`~nostall._writer.seals.plan_chunks`, or one with a cache.
         on_progress: Called with the number of bytes written so far, in any thread, now and then.
         on_created: Called with the path of each new file, in any thread.
 
@@ -67,9 +64,9 @@ def perform(
         storage = storage_at(job.directory, sync=job.sync_files, direct=job.direct)
         storage.make_place()
         if streams:
-            receipts = StreamFiles(job, images, faults, at, streams, chunk_planner).write()
+            receipts = StreamFiles(job, images, faults, at, streams).write()
         else:
-            receipts = write_images(job, storage, images, faults, at, chunk_planner)
+            receipts = write_images(job, storage, images, faults, at)
             _require_files(receipts, storage, at)
         if job.sync_files:
             at.move("fsync", job.directory)

@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from nostall._memory.arena import Block, Lease
 from nostall._model.interrupts import on_done
-from nostall._model.jobs import Failure, RankFailed, RankReport, SealTable, WriteJob
+from nostall._model.jobs import Failure, RankFailed, RankReport, WriteJob
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.posix import remove_empty_files
 from nostall._writer.child import Addressed, ChildProcess, bare_arguments
-from nostall._writer.framing import Message
-from nostall._writer.messages import (
-    created_from_message,
-    job_to_message,
-    progress_from_message,
-    report_from_message,
-    seals_to_message,
-)
-
-SEALS_KEPT = 16
-"""Number of jobs whose seal tables a writer process keeps: more than an engine keeps layouts."""
-
-
-class SealsSent:
-    """Seal tables that a writer process has, by number, according to the messages sent to it.
-
-    Tables are compared by identity: cached layouts keep them from save to save, and comparing
-    content would cost as much as sending it. Known tables are kept alive here, so no other table
-    can get their identity.
-    """
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count()
-        self._sent: OrderedDict[tuple[int, ...], tuple[int, tuple[SealTable, ...]]] = OrderedDict()
-
-    def refer(self, tables: tuple[SealTable, ...]) -> tuple[int, list[Message]]:
-        """The number of these tables, and the messages to send before it can be used."""
-        key = tuple(id(table) for table in tables)
-        if key in self._sent:
-            self._sent.move_to_end(key)
-            return self._sent[key][0], []
-        number = next(self._numbers)
-        messages = [seals_to_message(number, tables)]
-        self._sent[key] = (number, tables)
-        if len(self._sent) > SEALS_KEPT:
-            _, (oldest, _) = self._sent.popitem(last=False)
-            messages.insert(0, {"type": "forget_seals", "number": oldest})
-        return number, messages
+from nostall._writer.messages import Cancel, Created, MapBlock, Message, Progress, UnmapBlock
 
 
 class WriterProcess(ChildProcess[RankReport]):
@@ -73,8 +34,6 @@ class WriterProcess(ChildProcess[RankReport]):
         self._created: dict[str, Callable[[str], None]] = {}
         """Per job, the callback for each file that the process has made."""
         self._mapped: set[int] = set()
-        self._seals = SealsSent()
-        self._numbers = itertools.count()
         super().__init__(
             bare_arguments("nostall._writer.main"),
             cpu_priority=cpu_priority,
@@ -114,14 +73,11 @@ class WriterProcess(ChildProcess[RankReport]):
         return report
 
     def _messages(self, job: WriteJob, block: Block) -> Iterator[Addressed]:
-        """A job, preceded by what the process needs and has not received yet."""
+        """A job, preceded by its block if the process has not received that yet."""
         if block.id not in self._mapped:
             self._mapped.add(block.id)
-            yield {"type": "map", "block": block.id, "nbytes": block.nbytes}, (block.fd,)
-        number, announcement = self._seals.refer(tuple(image.seals for image in job.files))
-        for message in announcement:
-            yield message, ()
-        yield job_to_message(job, number), ()
+            yield MapBlock(block.id, block.nbytes), (block.fd,)
+        yield job, ()
 
     @property
     def idle(self) -> bool:
@@ -140,22 +96,21 @@ class WriterProcess(ChildProcess[RankReport]):
 
     def cancel(self, save: str) -> None:
         """Ask the process to drop the jobs of a save; they are answered as aborted."""
-        self._send(({"type": "cancel", "job": job}, ()) for job in self.unanswered(save))
+        self._send((Cancel(job), ()) for job in self.unanswered(save))
 
     def forget(self, block_id: int) -> None:
         """Let the process unmap a block that the arena has freed."""
         if block_id in self._mapped and self.alive:
             self._mapped.discard(block_id)
-            self._send_later({"type": "unmap", "block": block_id})
+            self._send_later(UnmapBlock(block_id))
 
     def _handle_event(self, message: Message) -> None:
-        if message["type"] == "progress":
-            self._on_progress(*progress_from_message(message))
-            return
-        job, name = created_from_message(message)
-        note = self._created.get(job)
-        if note is not None:
-            note(name)
-
-    def _answer(self, message: Message) -> RankReport:
-        return report_from_message(message)
+        match message:
+            case Progress():
+                self._on_progress(message.job, message.nbytes)
+            case Created():
+                note = self._created.get(message.job)
+                if note is not None:
+                    note(message.name)
+            case _:
+                super()._handle_event(message)

@@ -2,9 +2,9 @@
 
 The main thread reads the socket, so that the end of the trainer is noticed at once (see
 ``parent``). The process then exits, whatever its other threads are doing; an unfinished file is not
-part of any checkpoint. Only jobs that leave a record are finished before, within their time. A
-second thread writes the jobs one after the other. SIGINT and SIGTERM are ignored: a signal to the
-whole process group must not lose a save, and the trainer decides when the writer ends.
+part of any checkpoint. A second thread writes the jobs one after the other. SIGINT and SIGTERM are
+ignored: a signal to the whole process group must not lose a save, and the trainer decides when the
+writer ends.
 """
 
 from __future__ import annotations
@@ -22,27 +22,21 @@ from contextlib import suppress
 from functools import partial
 
 from nostall._model.checksum import use_fastest_from
-from nostall._model.jobs import (
-    Failure,
-    RankFailed,
-    RankReport,
-    SealTable,
-    WriteJob,
-    page_aligned,
-)
+from nostall._model.jobs import RankFailed, RankReport, WriteJob, page_aligned
 from nostall._storage.places import name_in
 from nostall._storage.posix import close_all
 from nostall._storage.streams import StreamTarget
 from nostall._writer.files import describe, perform
-from nostall._writer.framing import Message, send
 from nostall._writer.images import WholeImage
 from nostall._writer.messages import (
-    UnknownSealsError,
-    created_to_message,
-    job_from_message,
-    progress_to_message,
-    report_to_message,
-    seals_from_message,
+    Answer,
+    Cancel,
+    Created,
+    MapBlock,
+    Message,
+    Progress,
+    UnmapBlock,
+    send,
 )
 from nostall._writer.parent import (
     ignore_signals,
@@ -51,7 +45,6 @@ from nostall._writer.parent import (
     say_ready,
 )
 from nostall._writer.position import Cancelled
-from nostall._writer.seals import ChunkPlans
 from nostall.errors import ProtocolError
 
 _PROGRESS_EVERY_S = 0.25
@@ -79,13 +72,11 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
 
 
 class _Writer:
-    """The memory blocks, seal tables and waiting jobs of this process."""
+    """The memory blocks and waiting jobs of this process."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._blocks: dict[int, mmap.mmap] = {}
-        self._seals: dict[int, tuple[SealTable, ...]] = {}
-        self._chunk_plans = ChunkPlans()
         self._jobs: queue.SimpleQueue[tuple[WriteJob, threading.Event]] = queue.SimpleQueue()
         self._waiting: dict[str, WriteJob] = {}
         """Jobs that have not begun; the thread that removes a job answers it."""
@@ -99,42 +90,22 @@ class _Writer:
             ProtocolError: Not a message of a trainer.
         """
         try:
-            self._act_on(message, descriptors)
-        except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:
-            raise ProtocolError(f"a message is malformed: {error!r:.200}") from error
+            match message:
+                case MapBlock():
+                    self._blocks[message.block] = mmap.mmap(descriptors[0], message.nbytes)
+                case UnmapBlock():
+                    # The mapping ends with the last image that refers to it.
+                    self._blocks.pop(message.block, None)
+                case WriteJob():
+                    cancelled = self._cancelled[message.job] = threading.Event()
+                    self._waiting[message.job] = message
+                    self._jobs.put((message, cancelled))
+                case Cancel():
+                    self._cancel(message.job)
+                case _:
+                    raise ProtocolError(f"an unexpected message: {message!r:.200}")
         finally:
             close_all(descriptors)
-
-    def _act_on(self, message: Message, descriptors: list[int]) -> None:
-        match message["type"]:
-            case "map":
-                self._blocks[message["block"]] = mmap.mmap(descriptors[0], message["nbytes"])
-            case "unmap":
-                # The mapping ends with the last image that refers to it.
-                self._blocks.pop(message["block"], None)
-            case "seals":
-                number, tables = seals_from_message(message)
-                self._seals[number] = tables
-            case "forget_seals":
-                # Waiting jobs have their tables already.
-                self._seals.pop(message["number"], None)
-            case "write":
-                self._enqueue(message)
-            case "cancel":
-                self._cancel(message["job"])
-
-    def _enqueue(self, message: Message) -> None:
-        try:
-            job = job_from_message(message, self._seals)
-        except UnknownSealsError as error:
-            failure = Failure(
-                kind="ProtocolError", message=str(error), phase="write", path=message["directory"]
-            )
-            self._answer(message["job"], RankFailed(rank=message["rank"], failure=failure))
-            return
-        cancelled = self._cancelled[job.job] = threading.Event()
-        self._waiting[job.job] = job
-        self._jobs.put((job, cancelled))
 
     def write_jobs(self) -> None:
         """Write jobs forever, one at a time, in order."""
@@ -149,7 +120,6 @@ class _Writer:
                     self._images(job),
                     _streams(job),
                     cancelled,
-                    self._chunk_plans.plan,
                     self._progress_sender(job.job),
                     partial(self._send_created, job),
                 )
@@ -166,13 +136,13 @@ class _Writer:
             now_s = time.monotonic()
             if now_s >= next_s:
                 next_s = now_s + _PROGRESS_EVERY_S
-                self._send(progress_to_message(name, nbytes))
+                self._send(Progress(name, nbytes))
 
         return send_progress
 
     def _send_created(self, job: WriteJob, path: str) -> None:
         """Report a file that the trainer must remove if this process dies."""
-        self._send(created_to_message(job.job, name_in(job.directory, path)))
+        self._send(Created(job.job, name_in(job.directory, path)))
 
     def _cancel(self, name: str) -> None:
         """Cancel a job: at once if it has not begun, else between two chunks."""
@@ -186,7 +156,7 @@ class _Writer:
 
     def _answer(self, name: str, report: RankReport) -> None:
         self._cancelled.pop(name, None)
-        self._send(report_to_message(name, report))
+        self._send(Answer(name, report))
 
     def _send(self, message: Message) -> None:
         # Without the trainer: the main thread decides when this process ends.
@@ -210,7 +180,7 @@ def _failed(job: WriteJob, error: BaseException) -> RankFailed:
 
 
 def _streams(job: WriteJob) -> list[StreamTarget]:
-    """The user's callables, for each thread its own: the only thing that is ever unpickled here."""
+    """The user's callables, for each thread its own."""
     if job.stream is None:
         return []
     targets = [pickle.loads(job.stream) for _ in range(min(job.io_threads, len(job.files)))]

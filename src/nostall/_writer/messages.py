@@ -1,288 +1,164 @@
-"""Messages between trainer and writer process, as values and as plain data, checked field by field.
+"""Messages between the trainer and its background processes, and how they travel.
 
-Every message about a save carries its job id; a receiver drops messages about unknown jobs. All
-functions that decode raise :class:`ProtocolError` if a field is missing or of the wrong type.
+A message is a named tuple: a job of ``nostall._model.jobs``, or one of the classes here. Both ends
+run the same installation of nostall and trust each other, so messages are pickles, each behind its
+length and the number of descriptors that come with it. Every message about a save carries its job
+id; a receiver drops messages about unknown jobs.
 """
 
 from __future__ import annotations
 
+import pickle
+import socket
+import struct
 from array import array
-from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-from nostall._model.jobs import (
-    MOST_IO_THREADS,
-    MOST_NBYTES,
-    Failure,
-    FileImage,
-    FileReceipt,
-    RankFailed,
-    RankReport,
-    RankWritten,
-    Seal,
-    SealTable,
-    WriteJob,
-    WriteWork,
-)
-from nostall._model.names import is_shard_name
-from nostall._writer.framing import Message
 from nostall.errors import ProtocolError
 
-_MOST_CRC32 = (1 << 32) - 1
-_MOST_HASH = (1 << 64) - 1
+MAX_MESSAGE_NBYTES = 256 << 20
+"""Far above any job (about 7 bytes per tensor); a longer announcement is no message."""
+_HEADER = struct.Struct("<4sIQ")
+_MAGIC = b"nst2"
+_MOST_DESCRIPTORS = 1
+"""Number that a message carries at most."""
+
+Message: TypeAlias = tuple[Any, ...]
 
 
-class UnknownSealsError(Exception):
-    """A job refers to seal tables that were not sent, or were forgotten."""
+class Ready(NamedTuple):
+    """The process listens."""
 
 
-@contextmanager
-def _decoding(what: str) -> Iterator[None]:
-    try:
-        yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise ProtocolError(f"{what} is malformed: {error!r:.200}") from error
+class MapBlock(NamedTuple):
+    """An arena block, whose descriptor is sent with the message."""
+
+    block: int
+    nbytes: int
 
 
-def seals_to_message(number: int, tables: Sequence[SealTable]) -> Message:
-    """The seal tables of a job's files as a separate message, which many jobs refer to."""
-    return {
-        "type": "seals",
-        "number": number,
-        "tables": [
-            {
-                "templates": [
-                    [offset, nbytes, None if seal is None else _seal_to_plain(seal)]
-                    for offset, nbytes, seal in table.templates
-                ],
-                "blob_offsets": _packed("Q", table.blob_offsets),
-                "template_of_slot": _packed("I", table.template_of_slot),
-            }
-            for table in tables
-        ],
-    }
+class UnmapBlock(NamedTuple):
+    """A block that the arena has freed."""
+
+    block: int
 
 
-@_decoding("a message of seal tables")
-def seals_from_message(message: Message) -> tuple[int, tuple[SealTable, ...]]:
-    """The number and the tables in a message."""
-    number = _count(message["number"])
-    return number, tuple(_table_from_plain(plain) for plain in message["tables"])
+class Cancel(NamedTuple):
+    """The trainer no longer waits for a job; it is answered as aborted."""
+
+    job: str
 
 
-def job_to_message(job: WriteJob, seals: int) -> Message:
-    """A write job as a message; ``seals`` is the number of its seal tables at the receiver."""
-    files = [
-        {
-            "name": image.name,
-            "nbytes": image.nbytes,
-            "block": image.block,
-            "block_offset": image.block_offset,
-        }
-        for image in job.files
-    ]
-    stream = None if job.stream is None else b64encode(job.stream).decode()
-    changed = {"files": files, "seals": seals, "stream": stream}
-    return {**job._asdict(), **changed, "type": "write"}
+class Call(NamedTuple):
+    """A call of a Python function, pickled in the memory whose descriptor is sent with it."""
+
+    job: str
 
 
-@_decoding("a write job")
-def job_from_message(message: Message, known: Mapping[int, Sequence[SealTable]]) -> WriteJob:
-    """The write job in a message.
+class Progress(NamedTuple):
+    """Number of bytes of a job written so far."""
 
-    Args:
-        message: The message.
-        known: The seal tables received before.
+    job: str
+    nbytes: int
+
+
+class Created(NamedTuple):
+    """A file made for a job, by its name below the job's directory."""
+
+    job: str
+    name: str
+
+
+class Answer(NamedTuple):
+    """The result of a job."""
+
+    job: str
+    outcome: Any
+
+
+def encode(message: Message, descriptors: int = 0) -> bytes:
+    """The bytes of one message that carries this many descriptors."""
+    body = pickle.dumps(message)
+    return _HEADER.pack(_MAGIC, descriptors, len(body)) + body
+
+
+def send(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = ()) -> None:
+    """Send one message, with the descriptors attached to its first byte.
 
     Raises:
-        UnknownSealsError: It refers to others; the message has a job and a rank to answer for.
+        OSError: The peer is gone, or did not read within the socket's timeout.
     """
-    return WriteJob(
-        job=_of(str, message["job"]),
-        rank=_count(message["rank"]),
-        directory=_of(str, message["directory"]),
-        files=tuple(
-            _image_from_plain(plain, table)
-            for plain, table in zip(
-                message["files"], _tables_of(message["seals"], known), strict=True
-            )
-        ),
-        sync_files=_of(bool, message["sync_files"]),
-        io_threads=_count(message["io_threads"], MOST_IO_THREADS),
-        chunk_nbytes=_count(message["chunk_nbytes"]),
-        direct=_of(bool, message["direct"]),
-        checksum_files=_of(bool, message["checksum_files"]),
-        retries=_count(message["retries"]),
-        stream=None if message["stream"] is None else b64decode(message["stream"]),
-        sys_path=tuple(_of(str, path) for path in _of(list, message["sys_path"])),
-        faults=tuple(_of(dict, fault) for fault in _of(list, message["faults"])),
-    )
+    raw = memoryview(encode(message, len(descriptors)))
+    sent = socket.send_fds(sock, [raw[: _HEADER.size]], list(descriptors)) if descriptors else 0
+    sock.sendall(raw[sent:])
 
 
-def report_to_message(job: str, report: RankReport) -> Message:
-    """A rank's report as a message."""
-    plain: Message
-    if isinstance(report, RankFailed):
-        kind, plain = "failed", {"failure": report.failure._asdict()}
-    else:
-        kind, plain = "written", {"receipts": [_receipt_to_plain(each) for each in report.receipts]}
-    return {"type": kind, "job": job, "report": {"rank": report.rank, **plain}}
+class Receiver:
+    """Reads messages from a socket; keeps a partly received message.
 
+    Args:
+        sock: The socket.
+        wait: Whether to wait for data.
+    """
 
-@_decoding("a report")
-def report_from_message(message: Message) -> RankReport:
-    """The report in a message."""
-    plain = message["report"]
-    rank = _count(plain["rank"])
-    if message["type"] == "failed":
-        return RankFailed(rank=rank, failure=failure_from_plain(plain["failure"]))
-    return RankWritten(rank=rank, receipts=tuple(map(_receipt_from_plain, plain["receipts"])))
+    def __init__(self, sock: socket.socket, *, wait: bool = True) -> None:
+        self._sock = sock
+        self._flags = 0 if wait else socket.MSG_DONTWAIT
+        self._buffer = bytearray()
+        self._descriptors: list[int] = []
+        """Received ones, in the order of their messages, of which each has arrived in part."""
 
+    def receive(self) -> tuple[Message, list[int]] | None:
+        """The next message and its descriptors, or ``None`` at the end of the stream.
 
-@_decoding("a failure")
-def failure_from_plain(plain: Any) -> Failure:
-    """The failure in a message."""
-    failure = Failure(**plain)
-    for value in (failure.kind, failure.message, failure.phase, failure.traceback):
-        _of(str, value)
-    for text in (failure.path, failure.hint):
-        _of(str, text or "")
-    for code in (failure.errno, failure.exit_code):
-        _of(int, code or 0)
-    return failure
+        Raises:
+            TimeoutError: Nothing was received within the socket's timeout; call again, nothing is
+                lost.
+            BlockingIOError: The same, with ``wait=False``.
+            ProtocolError: Not a message.
+        """
+        while not self.buffered():
+            try:
+                piece = self._read()
+            except ConnectionError:
+                return None
+            if not piece:
+                return None
+            self._buffer += piece
+        count, end = self._begun()
+        try:
+            message = pickle.loads(self._buffer[_HEADER.size : end])
+        except Exception as error:
+            raise ProtocolError(f"a message cannot be read: {error!r:.200}") from error
+        descriptors = self._descriptors[:count]
+        if len(descriptors) < count:
+            raise ProtocolError(f"a message has {count} descriptors, {len(descriptors)} received")
+        del self._buffer[:end], self._descriptors[:count]
+        return message, descriptors
 
+    def buffered(self) -> bool:
+        """Whether a whole message is buffered, so that the socket need not be polled."""
+        return len(self._buffer) >= self._begun()[1]
 
-def _of(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError(f"a {type(value).__name__} instead of a {kind.__name__}")
-    return value
+    def _begun(self) -> tuple[int, int]:
+        """Number of descriptors of the buffered message, and its length with the header.
 
+        Until the header is complete, the length of that.
+        """
+        if len(self._buffer) < _HEADER.size:
+            return 0, _HEADER.size
+        magic, count, nbytes = _HEADER.unpack_from(self._buffer)
+        if magic != _MAGIC or nbytes > MAX_MESSAGE_NBYTES:
+            raise ProtocolError(f"not a message: starts with {magic!r} and claims {nbytes} bytes")
+        return count, _HEADER.size + nbytes
 
-def _count(value: Any, most: int = MOST_NBYTES) -> int:
-    if not 0 <= _of(int, value) <= most:
-        raise ValueError("a number out of range")
-    return int(value)
-
-
-def _seconds(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise ValueError("not a time")
-    return float(value)
-
-
-def progress_to_message(job: str, nbytes: int) -> Message:
-    """The number of bytes of a job written so far, as a message."""
-    return {"type": "progress", "job": job, "nbytes": nbytes}
-
-
-@_decoding("the progress of a job")
-def progress_from_message(message: Message) -> tuple[str, int]:
-    """The job and the number of its bytes written so far."""
-    return _of(str, message["job"]), _count(message["nbytes"])
-
-
-def created_to_message(job: str, name: str) -> Message:
-    """The name of a file made for a job, as a message."""
-    return {"type": "created", "job": job, "name": name}
-
-
-@_decoding("the name of a new file")
-def created_from_message(message: Message) -> tuple[str, str]:
-    """The job and the name of a file made for it, which does not lead out of the directory."""
-    return _of(str, message["job"]), _file_name(message["name"])
-
-
-def _file_name(value: Any) -> str:
-    name: str = _of(str, value)
-    if not is_shard_name(name):
-        raise ValueError(f"{name!r:.80} leads out of the directory")
-    return name
-
-
-def _receipt_to_plain(receipt: FileReceipt) -> Message:
-    return {**receipt._asdict(), "work": receipt.work._asdict()}
-
-
-def _receipt_from_plain(plain: Message) -> FileReceipt:
-    extents, work = plain["extents"], plain["work"]
-    crc32 = plain["crc32_of_file"]
-    return FileReceipt(
-        name=_file_name(plain["name"]),
-        planned_name=_of(str, plain["planned_name"]),
-        nbytes=_count(plain["nbytes"]),
-        crc32_of_file=None if crc32 is None else _count(crc32, _MOST_CRC32),
-        extents=None
-        if extents is None
-        else tuple((_count(offset), _count(length)) for offset, length in extents),
-        started_s=_seconds(plain["started_s"]),
-        finished_s=_seconds(plain["finished_s"]),
-        fsynced=_of(bool, plain["fsynced"]),
-        work=WriteWork(
-            checksum_s=_seconds(work["checksum_s"]),
-            write_s=_seconds(work["write_s"]),
-            fsync_s=_seconds(work["fsync_s"]),
-            spans=tuple(map(_span_from_plain, work["spans"])),
-        ),
-        failed_attempts=tuple(_of(str, why) for why in _of(list, plain["failed_attempts"])),
-    )
-
-
-def _span_from_plain(plain: list[Any]) -> tuple[str, int, float, float]:
-    phase, thread, begin_s, end_s = plain
-    return _of(str, phase), _count(thread), _seconds(begin_s), _seconds(end_s)
-
-
-def _seal_to_plain(seal: Seal) -> Message:
-    return {**seal._asdict(), "id_names": seal.id_names.decode("ascii")}
-
-
-def _packed(kind: str, numbers: Sequence[int]) -> str:
-    return b64encode(array(kind, numbers).tobytes()).decode()
-
-
-def _unpacked(kind: str, text: str) -> tuple[int, ...]:
-    numbers = array(kind)
-    numbers.frombytes(b64decode(text, validate=True))
-    return tuple(numbers)
-
-
-def _tables_of(number: int, known: Mapping[int, Sequence[SealTable]]) -> Sequence[SealTable]:
-    if _count(number) not in known:
-        raise UnknownSealsError(f"unknown seal tables: number {number}")
-    return known[number]
-
-
-def _table_from_plain(plain: Message) -> SealTable:
-    return SealTable(
-        templates=tuple(
-            (_count(offset), _count(nbytes), None if seal is None else _seal_from_plain(seal))
-            for offset, nbytes, seal in plain["templates"]
-        ),
-        blob_offsets=_unpacked("Q", plain["blob_offsets"]),
-        template_of_slot=_unpacked("I", plain["template_of_slot"]),
-    )
-
-
-def _image_from_plain(plain: Message, seals: SealTable) -> FileImage:
-    return FileImage(
-        name=_of(str, plain["name"]),
-        nbytes=_count(plain["nbytes"]),
-        block=_count(plain["block"]),
-        block_offset=_count(plain["block_offset"]),
-        seals=seals,
-    )
-
-
-def _seal_from_plain(plain: Message) -> Seal:
-    first, second = plain["payload_crc_at"]
-    id_first, id_second = plain["id_crc_at"]
-    return Seal(
-        payload_crc_at=(_count(first), _count(second)),
-        hash_before=_count(plain["hash_before"], _MOST_HASH),
-        crcs_after=tuple(_count(crc32, _MOST_CRC32) for crc32 in plain["crcs_after"]),
-        id_at=_count(plain["id_at"]),
-        id_names=_of(str, plain["id_names"]).encode("ascii"),
-        id_crc_at=(_count(id_first), _count(id_second)),
-    )
+    def _read(self) -> bytes:
+        # As socket.recv_fds(), which ignores its flags.
+        descriptors = array("i")
+        room = socket.CMSG_LEN(_MOST_DESCRIPTORS * descriptors.itemsize)
+        piece, ancillary, _, _ = self._sock.recvmsg(1 << 16, room, self._flags)
+        for level, kind, content in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(content)
+        self._descriptors += descriptors
+        return piece

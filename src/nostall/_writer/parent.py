@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from nostall._writer.framing import Message, Receiver, send
+from nostall._writer.messages import Message, Ready, Receiver, send
 
 STARTED = "NOSTALL_BACKGROUND_PROCESS"
 """Environment variable of a program that was started as a background process, until it is one."""
@@ -33,7 +33,7 @@ def messages_from_parent(
     is_gone = False
     # Without waiting: an incomplete message must not hide the end of the trainer. The socket itself
     # blocks, as an answer is sent however long the trainer takes to read it.
-    receiver = Receiver(sock, wait=False, descriptors=2)
+    receiver = Receiver(sock, wait=False)
     while True:
         if not is_gone and not receiver.buffered():
             poller.poll(_LOOK_EVERY_MS)
@@ -54,7 +54,7 @@ def say_ready(sock: socket.socket, parent_pid: int) -> None:
     os.environ.pop(STARTED, None)  # this process is nostall's; what user code starts here may save
     if os.getppid() == parent_pid:
         with suppress(OSError):  # the trainer may be gone already
-            send(sock, {"type": "ready"})
+            send(sock, Ready())
 
 
 def ignore_signals(*others: signal.Signals) -> None:

@@ -20,7 +20,7 @@ from nostall._storage.streams import StreamTarget, write_stream
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Position
-from nostall._writer.seals import ChunkPlanner, Payloads
+from nostall._writer.seals import Payloads, plan_chunks
 
 
 class _GivenUp(Exception):
@@ -36,7 +36,6 @@ class StreamFiles:
         faults: The faults that a test has asked for.
         at: Records the new files and the progress.
         targets: The user's callables, once for each thread.
-        chunk_planner: As of :class:`~nostall._writer.seals.ChunkPlans`.
     """
 
     def __init__(
@@ -46,14 +45,12 @@ class StreamFiles:
         faults: Faults,
         at: Position,
         targets: Sequence[StreamTarget],
-        chunk_planner: ChunkPlanner,
     ) -> None:
         self._job = job
         self._images = images
         self._faults = faults
         self._at = at
         self._targets = targets
-        self._chunk_planner = chunk_planner
         self._left = deque(job.files)
         self._done: dict[str, FileReceipt] = {}
         self._failure: Exception | None = None
@@ -119,7 +116,7 @@ class StreamFiles:
 
     def _written(self, image: FileImage, path: str, target: StreamTarget) -> FileReceipt:
         window = self._images[image.name].window(0, image.nbytes, thread=0)
-        payloads = Payloads(self._chunk_planner(image.seals, [0, image.nbytes]))
+        payloads = Payloads(plan_chunks(image.seals, (0, image.nbytes)))
         payloads.sum_parts(window, 0)
         payloads.seal_ending_in(window, 0)
         started_s = time.monotonic()
