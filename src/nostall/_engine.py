@@ -59,7 +59,7 @@ class Engine:
         self.placements: dict[Any, Placement] = {}
         """Places of staged payloads in their images, by structure and options."""
         self.faults: tuple[dict[str, Any], ...] = ()
-        """Faults for every save that starts now; set by ``nostall.testing`` only."""
+        """Faults for every save that starts now; set by tests only."""
         self.under_way = UnderWay()
         """Progress of the saves that use this engine."""
         self.removed = RemovedFiles()

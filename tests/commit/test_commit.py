@@ -46,8 +46,8 @@ from nostall.errors import (
 )
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
-from nostall.testing import Fault, inject
 from support.crashes import RecordingOs
+from support.faults import Fault, inject
 from support.states import blobs, read_metadata, schedule, small_state
 from support.waiting import wait_until
 

@@ -25,7 +25,6 @@ import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.testing import Hold, inject, writer_pids
 from programs.faults import (
     ALL_FAULTS,
     AT_ONCE,
@@ -37,6 +36,7 @@ from programs.faults import (
     outcome_of,
     same,
 )
+from support.faults import Hold, inject, writer_pids
 from support.ranks import TESTS, run_ranks
 from support.states import blobs, schedule, small_state
 

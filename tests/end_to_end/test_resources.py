@@ -28,7 +28,7 @@ from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import Hold, inject, writer_pids
+from support.faults import Hold, inject, writer_pids
 from support.ranks import TESTS
 from support.states import blobs, read_metadata, save_async, schedule, small_state
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nostall.errors import SaveTimeoutError, WriteError
 from nostall.integrations import _directories
 from nostall.integrations._directories import DirectorySaves
-from nostall.testing import Fault, Hold, inject
 from programs.adapters import commit_directory, save_directory
+from support.faults import Fault, Hold, inject
 from support.ranks import run_ranks
 from support.waiting import AwayOs, HangingOs, error_of, impatient
 

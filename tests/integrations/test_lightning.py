@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nostall.testing import Hold, inject
+from support.faults import Hold, inject
 from support.pages import code_blocks
 from support.ranks import run_ranks
 

@@ -16,11 +16,11 @@ from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
 from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync, get_write_results_queue
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import writer_pids
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import queueing
 from programs.entry_points import loaded_wrong
 from programs.nvrx_names import error_of_a_save_that_a_monitor_aborts
+from support.faults import writer_pids
 from support.ranks import run_ranks
 from support.states import schedule, small_state
 

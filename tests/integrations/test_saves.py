@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nostall.integrations._saves import Saves
 from nostall.integrity import is_complete
 from nostall.removal import remove_checkpoint
-from nostall.testing import Fault, Hold, inject
+from support.faults import Fault, Hold, inject
 from support.ranks import run_ranks
 
 

@@ -45,8 +45,8 @@ from nostall.errors import (
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import Verification
 from nostall.options import EngineOptions
-from nostall.testing import Fault, Hold, inject
 from support import loaded
+from support.faults import Fault, Hold, inject
 from support.training import Job, disturb
 from support.waiting import wait_until
 

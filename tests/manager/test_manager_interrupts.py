@@ -19,7 +19,7 @@ import nostall
 from nostall import CheckpointManager, KeepLatest
 from nostall._model.interrupts import uninterrupted
 from nostall.manager import SaveHandle
-from nostall.testing import Hold, inject
+from support.faults import Hold, inject
 from support.interrupts import calls_ours, interrupted, takes_a_lock
 from support.waiting import wait_until
 

@@ -24,8 +24,8 @@ from nostall import CheckpointManager
 from nostall import manager as manager_module
 from nostall._manager import lock
 from nostall.errors import OptionError
-from nostall.testing import Hold, inject
 from support import loaded
+from support.faults import Hold, inject
 from support.waiting import AwayOs, wait_until
 
 DEADLINE_S = 60

@@ -27,8 +27,8 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from nostall.testing import Hold, inject, writer_pids
 from programs.faults import kill_and_wait
+from support.faults import Hold, inject, writer_pids
 from support.states import blobs, read_metadata, schedule, small_state
 
 State = dict[str, Any]

@@ -29,7 +29,7 @@ from nostall.errors import StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import StagingMode
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import Hold, inject
+from support.faults import Hold, inject
 from support.states import read_metadata, schedule
 
 State = dict[str, Any]

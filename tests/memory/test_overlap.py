@@ -41,10 +41,10 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from nostall.testing import Fault, Hold, inject
 from support import loaded
+from support.faults import Fault, Hold, inject
 from support.interrupts import interrupted
-from support.ranks import run_ranks
+from support.ranks import TESTS, run_ranks
 from support.states import blobs, schedule, small_state
 from support.waiting import is_inside, stands_in, wait_until
 
@@ -501,7 +501,8 @@ atexit.register(look)
 import torch
 import nostall
 from nostall.state_dict_saver import save_state_dict_async_plan
-from nostall.testing import Fault, inject
+sys.path.insert(0, sys.argv[2])
+from support.faults import Fault, inject
 
 writer = nostall.FileSystemWriterAsync(sys.argv[1], staging="overlapped")
 save_state_dict_async_plan({"weight": torch.ones(1 << 16)}, writer)
@@ -514,7 +515,7 @@ with inject(Fault.delay("stage", 0.5)):
 def test_an_interpreter_that_ends_lets_a_snapshot_be_completed(tmp_path: Path) -> None:
     """A thread that came back from torch later would abort the process with a core dump."""
     done = subprocess.run(
-        [*loaded.python(), "-c", ENDS_WHILE_STAGING, str(tmp_path)],
+        [*loaded.python(), "-c", ENDS_WHILE_STAGING, str(tmp_path), str(TESTS)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from nostall._memory.copying import copied_at_once
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.testing import Fault, inject
+from support.faults import Fault, inject
 from support.states import schedule
 
 STEPS, EVERY = 200, 5

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import nostall
 from nostall._model import checksum
 from nostall.core import AsyncCallsQueue
-from nostall.testing import writer_pids
 from support import loaded
+from support.faults import writer_pids
 from support.ranks import TESTS
 from support.states import blobs, schedule
 
@@ -79,7 +79,7 @@ sys.modules["isal"] = None
 sys.path.insert(0, sys.argv[2])
 import torch
 from nostall.core import AsyncCallsQueue
-from nostall.testing import writer_pids
+from support.faults import writer_pids
 from pathlib import Path
 from support.states import schedule
 

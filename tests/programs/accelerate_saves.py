@@ -30,8 +30,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from nostall.errors import OptionError
 from nostall.integrations.accelerate import NostallAccelerator
 from nostall.integrations.transformers import NostallTrainer
-from nostall.testing import Hold, inject
 from support.blocked import Blocked
+from support.faults import Hold, inject
 from support.pages import code_blocks
 
 

@@ -24,7 +24,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.filesystem_reader import Verify
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import writer_pids
+from support.faults import writer_pids
 from support.states import blobs, schedule
 
 Check = Callable[[Path, str], None]

@@ -46,8 +46,8 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from nostall.testing import Fault, Hold, inject
 from programs.planning import collectives
+from support.faults import Fault, Hold, inject
 from support.waiting import DEADLINE_S, wait_until
 
 WARM = 3

@@ -30,8 +30,8 @@ from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import SaveTimeoutError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.testing import Fault, Hold, inject
 from support.ending import end
+from support.faults import Fault, Hold, inject
 from support.states import schedule, small_state
 from support.waiting import wait_until
 

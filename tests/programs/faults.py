@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 import nostall
 from nostall import _engine
+from nostall._engine import reset
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions, StagingMode
@@ -35,7 +36,7 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from nostall.testing import Fault, Hold, inject, reset, writer_pids
+from support.faults import Fault, Hold, inject, writer_pids
 from support.states import blobs, schedule, small_state
 
 State = dict[str, Any]

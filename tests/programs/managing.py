@@ -28,7 +28,7 @@ from nostall._storage import posix_files
 from nostall.errors import NostallError
 from nostall.options import EngineOptions
 from nostall.removal import remove_checkpoint
-from nostall.testing import Fault, Hold, inject
+from support.faults import Fault, Hold, inject
 from support.training import Job, disturb
 from support.waiting import HangingOs, stands_in, wait_until
 

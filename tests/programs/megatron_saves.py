@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nostall import nvrx_alias
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations import megatron as adapter
-from nostall.testing import Fault, inject
+from support.faults import Fault, inject
 from support.pages import code_blocks
 
 Facts = dict[str, Any]

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall._storage import posix
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.testing import Fault, inject
 from support.crashes import RecordingOs
+from support.faults import Fault, inject
 from support.states import read_metadata
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
 from nostall.errors import SaveAbortedError
-from nostall.testing import Hold, inject
 from programs.entry_points import State, loaded_wrong
+from support.faults import Hold, inject
 from support.states import schedule
 from support.waiting import stands_in, wait_until
 

@@ -14,9 +14,9 @@ import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.testing import Hold, inject
 from programs.entry_points import loaded_wrong
 from programs.planning import make_state
+from support.faults import Hold, inject
 from support.states import schedule
 
 

@@ -44,8 +44,8 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
     verify_global_md_reuse,
 )
-from nostall.testing import Fault, inject
 from programs.entry_points import State, loaded_wrong
+from support.faults import Fault, inject
 from support.states import read_metadata, schedule
 
 Facts = dict[str, Any]

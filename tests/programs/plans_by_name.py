@@ -26,9 +26,9 @@ import nostall
 from nostall._plan.global_plan import plan_columns
 from nostall._save.by_name import plans
 from nostall.errors import ReadError
-from nostall.testing import Fault, inject
 from programs.entry_points import State
 from programs.planning import CHANGES, WHERE, changed, collectives, make_state
+from support.faults import Fault, inject
 from support.states import blobs, read_metadata
 
 

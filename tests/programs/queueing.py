@@ -20,9 +20,9 @@ from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
 from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from nostall.testing import Fault, Hold, inject, writer_pids
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs.entry_points import State, loaded_wrong
+from support.faults import Fault, Hold, inject, writer_pids
 from support.states import schedule
 
 Facts = dict[str, Any]

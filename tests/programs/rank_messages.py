@@ -22,9 +22,9 @@ from nostall._ranks.messages import (
     scatter_messages,
 )
 from nostall.core import AsyncCallsQueue
-from nostall.testing import Fault, inject
 from programs.entry_points import loaded_wrong
 from programs.planning import collectives, make_state
+from support.faults import Fault, inject
 from support.states import schedule
 
 LENGTHS = (0, 1, ROOM_NBYTES - 1, ROOM_NBYTES, ROOM_NBYTES + 1, 3 * ROOM_NBYTES, 1_000_000)

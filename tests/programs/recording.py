@@ -16,8 +16,8 @@ from nostall.core import AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from nostall.testing import Fault, inject
 from support.crashes import Disk, recorded
+from support.faults import Fault, inject
 
 LENGTH = 3000
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 from nostall._engine import default_engine
 from nostall.core import AsyncCallsQueue
-from nostall.testing import writer_pids
+from support.faults import writer_pids
 from support.states import schedule
 from support.waiting import wait_until
 

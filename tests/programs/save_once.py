@@ -17,8 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.testing import Hold, inject
 from support.ending import end
+from support.faults import Hold, inject
 
 
 def state_of(seed: int) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from nostall.testing import Fault, inject
 from programs.planning import make_state
+from support.faults import Fault, inject
 
 
 def the_slowest_rank_is_named_on_all_ranks(out: Path) -> dict[str, Any]:

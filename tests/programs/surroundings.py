@@ -23,7 +23,7 @@ from nostall._memory.available import available_nbytes
 from nostall.errors import ReservationError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.testing import Hold, inject
+from support.faults import Hold, inject
 from support.refusals import hide_proc, refuse
 
 MIB = 1 << 20

@@ -15,8 +15,8 @@ from torchtitan.components.checkpointer.dcp import CheckpointManager
 
 from nostall.integrations.torchtitan import NostallCheckpointManager
 from nostall.integrity import is_complete
-from nostall.testing import Hold, inject
 from support.blocked import Blocked
+from support.faults import Hold, inject
 from support.pages import code_blocks
 
 

@@ -12,7 +12,6 @@ from nostall._engine import Engine
 from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions, WriterOptions
-from nostall.testing import Fault
 
 ENGINE_MISTAKES: list[tuple[str, Any, str]] = [
     ("io_threads", 0, "at least 1"),
@@ -87,12 +86,6 @@ def test_a_format_that_is_none_of_dcps_is_refused(form: Any) -> None:
     named = re.escape(f"serialization_format={form!r} is not possible")
     with pytest.raises(OptionError, match=named):
         FileSystemWriterAsync("path", serialization_format=form)
-
-
-def test_a_fault_at_a_misspelt_point_is_refused() -> None:
-    """A test that injects it would pass, whatever the code does."""
-    with pytest.raises(ValueError, match="point='fsnyc': not one of stage, start, open"):
-        Fault.errno("fsnyc", 28)
 
 
 def test_the_limits_of_options_are_possible() -> None:

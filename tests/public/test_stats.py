@@ -17,7 +17,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import StagingMode
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.stats import SaveStats
-from nostall.testing import Fault, inject
+from support.faults import Fault, inject
 from support.ranks import run_ranks
 from support.states import small_state
 

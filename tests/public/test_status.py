@@ -22,8 +22,8 @@ from nostall import LoadStatus, SaveStatus
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.testing import Fault, Hold, inject
 from nostall.torch_ckpt import TorchAsyncCheckpoint
+from support.faults import Fault, Hold, inject
 from support.states import schedule
 
 DEADLINE_S = 60.0

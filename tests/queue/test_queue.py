@@ -52,11 +52,11 @@ from nostall.errors import (
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from nostall.testing import Fault, Hold, inject, writer_pids
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import openers, queueing
 from programs.entry_points import differing, loaded_wrong, spoil
 from support.crashes import RecordingOs
+from support.faults import Fault, Hold, inject, writer_pids
 from support.ranks import run_ranks
 from support.states import blobs, read_metadata, schedule, small_state
 from support.waiting import HangingOs, stands_in, wait_until

@@ -23,7 +23,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions, StagingMode
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import Fault, inject, writer_pids
+from support.faults import Fault, inject, writer_pids
 from support.states import blobs, save_async, schedule
 
 MIB = 1 << 20

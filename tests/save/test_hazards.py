@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 import nostall
-from nostall._engine import default_engine
+from nostall._engine import default_engine, reset
 from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, StagingError, WriterDiedError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -26,8 +26,8 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from nostall.testing import Fault, Hold, inject, reset
 from nostall.torch_ckpt import TorchAsyncCheckpoint
+from support.faults import Fault, Hold, inject
 from support.states import blobs, schedule, small_state
 
 

@@ -17,7 +17,7 @@ from nostall._engine import Engine, default_engine
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import Hold, inject
+from support.faults import Hold, inject
 from support.states import blobs, schedule
 
 

@@ -20,7 +20,7 @@ from nostall._memory.arena import Block
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.testing import Fault, inject
+from support.faults import Fault, inject
 from support.states import blobs, schedule
 
 MIB = 1 << 20

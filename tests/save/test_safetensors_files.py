@@ -31,7 +31,7 @@ from nostall.errors import DamagedCheckpointError, OptionError, ReadError, Stagi
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import Fault, inject
+from support.faults import Fault, inject
 from support.object_store import S3Server
 from support.ranks import run_ranks
 from support.states import save_async, save_stock_way, schedule, shard_files

@@ -24,8 +24,9 @@ from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.testing import Fault, Hold, inject
 from support import loaded
+from support.faults import Fault, Hold, inject
+from support.ranks import TESTS
 from support.states import schedule, small_state
 from support.waiting import HangingOs, wait_until
 
@@ -226,10 +227,11 @@ def test_files_that_cannot_be_removed_in_time_are_named(
 def test_an_interpreter_ends_though_storage_hangs(tmp_path: Path) -> None:
     """What was left behind does not keep the process."""
     program = f"""
-import os, torch, nostall, torch.distributed.checkpoint as dcp
+import os, sys, torch, nostall, torch.distributed.checkpoint as dcp
+sys.path.insert(0, {str(TESTS)!r})
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.testing import Hold, inject
+from support.faults import Hold, inject
 nostall.configure(EngineOptions(save_timeout_s=0.5))
 hold = Hold("chunk")
 with inject(hold.fault):

@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._engine import reset
 from nostall._save.rank_save import RankSave
 from nostall._storage import directories, posix
 from nostall.core import AsyncCallsQueue, AsyncRequest
@@ -29,9 +30,9 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from nostall.testing import Fault, Hold, inject, reset
 from programs.names import Stale
 from support.crashes import RecordingOs
+from support.faults import Fault, Hold, inject
 from support.states import WAYS, blobs, read_metadata, schedule, small_state
 
 

@@ -18,8 +18,8 @@ from nostall._storage.places import storage_at
 from nostall._storage.port import Storage
 from nostall.cli import main
 from nostall.integrity import State
-from nostall.testing import storage_contract
 from programs.save_once import save, save_in_background
+from support import storage_contract
 from support.object_store import is_loaded
 from support.ranks import TESTS
 

@@ -16,7 +16,7 @@ from nostall._storage.unused_files import remove_unnamed
 from nostall.errors import SaveTimeoutError, WriterDiedError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.testing import Fault, Hold, inject
+from support.faults import Fault, Hold, inject
 from support.states import shard_files, small_state
 from support.waiting import wait_until
 

@@ -23,10 +23,10 @@ from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, SaveError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
-from nostall.testing import Fault, Hold, inject
 from programs.names import Stale
 from stress.mounted import Mount, ask, fault, why_not
 from support.crashes import RecordingOs
+from support.faults import Fault, Hold, inject
 from support.ranks import run_ranks
 from support.states import read_metadata, schedule
 

@@ -18,7 +18,7 @@ from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.testing import Fault, inject
+from support.faults import Fault, inject
 from support.states import blobs, schedule, small_state
 
 

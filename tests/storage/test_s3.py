@@ -37,8 +37,9 @@ from nostall.errors import NotDurableError, OptionError, ReadError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.filesystem_reader import Verify
 from nostall.integrity import State
-from nostall.testing import Fault, Hold, inject, storage_contract
 from programs.save_once import save, save_in_background, state_of
+from support import storage_contract
+from support.faults import Fault, Hold, inject
 from support.object_store import S3Server, is_loaded
 from support.pages import code_blocks
 from support.ranks import run_script

@@ -38,7 +38,6 @@ from nostall.errors import WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
-from nostall.testing import Fault, Hold, inject, writer_pids
 from programs.openers import (
     FullUpload,
     OfOneThread,
@@ -49,6 +48,7 @@ from programs.openers import (
     open_pairs,
 )
 from programs.streams import Zlib
+from support.faults import Fault, Hold, inject, writer_pids
 from support.states import blobs, read_metadata, save_stock_way, schedule, small_state
 
 DEADLINE_S = 60.0

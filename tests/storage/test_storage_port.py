@@ -23,7 +23,8 @@ from nostall._writer.faults import Faults
 from nostall._writer.images import WholeImage
 from nostall._writer.position import Position
 from nostall.errors import NotDurableError, WriteError
-from nostall.testing import MemoryStorage, storage_contract
+from support import storage_contract
+from support.memory_storage import MemoryStorage
 
 EIO = OSError(errno.EIO, "storage is away")
 

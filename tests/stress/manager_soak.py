@@ -37,8 +37,8 @@ from nostall import CheckpointManager, KeepBest, KeepEvery, KeepLatest, PerRank
 from nostall._manager.policies import StepRecord, steps_to_keep
 from nostall._manager.steps import StepDirectories
 from nostall.options import EngineOptions
-from nostall.testing import writer_pids
 from stress.soak import PATIENCE_S, RANKS, Life, Violation, main
+from support.faults import writer_pids
 
 LENGTH = 50_000
 EVERY = 16

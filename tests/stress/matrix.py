@@ -45,7 +45,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall.testing import Hold
 from stress.matrix_cells import DEATHS, STORAGE, WAYS, Cell, all_cells, covering
 from stress.matrix_ranks import (
     RANKS,
@@ -56,6 +55,7 @@ from stress.matrix_ranks import (
     differing,
     fail_and_go_on,
 )
+from support.faults import Hold
 from support.waiting import wait_until
 
 PATIENCE_S = 40.0

@@ -25,14 +25,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import WriteItem
 
 import nostall
+from nostall._engine import reset
 from nostall._ranks import agreement
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import Fault, Hold, inject, reset
 from stress.matrix_cells import Cell
+from support.faults import Fault, Hold, inject
 from support.states import schedule
 from support.waiting import wait_until
 

@@ -31,8 +31,8 @@ from nostall._storage.places import storage_at
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import writer_pids
 from stress.soak import KEPT, PATIENCE_S, RANKS, Life, Violation, main
+from support.faults import writer_pids
 from support.object_store import S3Server, s3_server
 from support.ranks import run_script
 from support.states import schedule

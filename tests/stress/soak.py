@@ -48,7 +48,7 @@ import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.testing import writer_pids
+from support.faults import writer_pids
 from support.states import schedule
 
 RANKS = 2

@@ -160,4 +160,4 @@ class WriteJob(NamedTuple):
     sys_path: tuple[str, ...] = ()
     """Import path of the user's callables, or of an object store's client; empty without them."""
     faults: tuple[dict[str, Any], ...] = ()
-    """Faults to inject, see ``nostall.testing``."""
+    """Faults to inject, see ``nostall._writer.faults``."""

@@ -220,7 +220,7 @@ class SaveTarget:
     timeout_s: float
     """Longest time for storage to answer."""
     faults: tuple[dict[str, Any], ...]
-    """Faults that ``nostall.testing`` injects into this save."""
+    """Faults that a test injects into this save."""
 
 
 def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:

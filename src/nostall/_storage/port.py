@@ -2,7 +2,7 @@
 
 One :class:`Storage` holds the files of one checkpoint, by name. There is no rename or fsync in it:
 an object store has neither. A file counts only once metadata names it, so an
-unfinished one may be visible. :mod:`nostall.testing.storage_contract` checks an implementation.
+unfinished one may be visible. ``tests/support/storage_contract.py`` checks an implementation.
 
 Methods raise ``OSError`` if storage refuses, ``FileNotFoundError`` for a name that does not exist.
 They may be called from several threads at once.

@@ -1,9 +1,4 @@
-"""Fakes and fault injection for tests: storage fails, a writer dies, a save pauses.
-
->>> from nostall.testing import Fault, inject
->>> with inject(Fault.errno("chunk", 28)):
-...     pass  # every save in this block fails with ENOSPC
-"""
+"""Fault injection: storage fails, a writer dies, a save pauses. The hooks are in the library."""
 
 from __future__ import annotations
 
@@ -18,10 +13,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from nostall._engine import default_engine, reset
-from nostall.testing.storage import MemoryStorage
-
-__all__ = ["Fault", "Hold", "MemoryStorage", "inject", "reset", "writer_pids"]
+from nostall._engine import default_engine
 
 _POINTS = ("stage", "start", "open", "chunk", "fsync", "report", "commit", "publish")
 

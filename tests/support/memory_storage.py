@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from nostall._storage.port import ABSENT, Conflict, Stat, Version
 from nostall.errors import NotDurableError
 
-__all__ = ["MemoryStorage"]
-
 
 @dataclass(slots=True, kw_only=True)
 class _Fault:

@@ -1,11 +1,7 @@
 """What every implementation of the storage port has to do, as functions that take an empty one.
 
-A test suite calls each of :data:`CHECKS`, or for a file system each of
-:data:`FILE_SYSTEM_CHECKS`, with a new, empty storage; a failed one raises ``AssertionError``:
-
->>> from nostall.testing import MemoryStorage, storage_contract
->>> for check in storage_contract.FILE_SYSTEM_CHECKS:
-...     check(MemoryStorage())
+Each of :data:`CHECKS`, or for a file system each of :data:`FILE_SYSTEM_CHECKS`, is called with a
+new, empty storage; a failed one raises ``AssertionError``.
 """
 
 from __future__ import annotations
@@ -18,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
 from nostall._storage.port import ABSENT, Conflict, Storage
-
-__all__ = ["CHECKS", "FILE_SYSTEM_CHECKS"]
 
 _PAGE = mmap.PAGESIZE
 _TAKEN = "a.distcp"
