@@ -12,7 +12,7 @@ import pickle
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,9 +31,9 @@ from nostall._commit.known_results import KnownResults, Results, ResultsReferenc
 from nostall._commit.local_plans import compact, sharing
 from nostall._commit.result_columns import in_columns
 from nostall._engine import default_engine
+from nostall._model.collection import no_collection
 from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._plan.together import global_plan_of, reusable_metadata, with_local_plans
-from nostall._ranks.messages import pickled, unpickled
 from nostall._save.by_name.plans import GroupPlans, PlanAnswer, PlanQuestion, SentPlan
 from nostall._save.messages import RankMessage
 from nostall._save.rank_save import RankSave
@@ -88,18 +88,18 @@ class Exchange:
     def gather(self, message_of: Callable[[int], T]) -> list[T]:
         """Gather one message of each rank; unpickling them is the coordinator's work."""
         self.collectives += 1
-        messages = pickled(message_of(rank) for rank in range(self.ranks))
+        messages = [pickle.dumps(message_of(rank)) for rank in range(self.ranks)]
         self.up_nbytes += sum(map(len, messages))
-        with self.coordinator():
-            return unpickled(messages) if self.is_ours else [pickle.loads(m) for m in messages]
+        with self.coordinator(), no_collection() if self.is_ours else nullcontext():
+            return [pickle.loads(each) for each in messages]
 
     def scatter(self, values: Sequence[T]) -> list[T]:
         """Scatter one message to each rank; returns what they get."""
         self.collectives += 1
-        with self.coordinator():
-            messages = pickled(values) if self.is_ours else [pickle.dumps(v) for v in values]
+        with self.coordinator(), no_collection() if self.is_ours else nullcontext():
+            messages = [pickle.dumps(each) for each in values]
         self.down_nbytes += sum(map(len, messages))
-        return unpickled(messages)
+        return [pickle.loads(each) for each in messages]
 
     def broadcast(self, message: Any) -> None:
         self.collectives += 1

@@ -30,9 +30,9 @@ from support.states import small_state
 
 Found = dict[str, Any]
 
-EXCHANGE = {"all_gather": 1, "broadcast": 1, "scatter": 1}
+EXCHANGE = {"all_reduce": 2, "gather": 1, "scatter": 1}
 """All ranks plan together."""
-FIRST = {"all_reduce": 1, **EXCHANGE}
+FIRST = {**EXCHANGE, "all_reduce": 3}
 """The same, after finding out that not all of them have loaded plans that fit."""
 VERIFIED = {"all_reduce": 1}
 """All of them have, and plan alone."""
@@ -69,17 +69,17 @@ def test_a_failure_among_saves_of_a_known_structure_leaves_the_others_right(
         assert said["known"] == [False] * 2 + [True] * 10
 
 
-def test_a_poll_is_one_reduction_and_finalising_at_most_two_short_messages(
+def test_a_poll_is_one_reduction_and_finalising_at_most_two_messages(
     found: list[Found],
 ) -> None:
     """A queue reduces a few integers per request it looks at, and nothing while there is none.
 
     Messages are sent only if the save is not committed yet, see ``test_early_commit.py``.
     """
-    messages = {"all_gather": 1, "broadcast": 1}
+    messages = {"gather": 1, "broadcast": 1}
     for facts in found:
         said = facts["steady_state"]
-        assert said["poll and finalize"] in ({"all_reduce": 1}, {"all_reduce": 1, **messages})
+        assert said["poll and finalize"] in ({"all_reduce": 1}, {"all_reduce": 3, **messages})
         assert said["idle poll"] == NOTHING
 
 
@@ -178,7 +178,7 @@ def test_two_kinds_of_checkpoint_do_not_disturb_each_other(found: list[Found]) -
         for kind in ("model", "ema"):
             assert said["plan"][kind] == [FIRST, EXCHANGE, NOTHING, NOTHING]
         assert said["through one"][:2] == [NOTHING, NOTHING]
-        assert all(exchange["all_gather"] == 1 for exchange in said["through one"][2:])
+        assert all(exchange["gather"] == 1 for exchange in said["through one"][2:])
         assert said["wrong"] == []
 
 
@@ -283,7 +283,7 @@ def test_every_rank_learns_which_rank_could_not_plan(
         assert re.search(rf"\[rank={rank} phase=plan{path}\]", failed["text"])
         assert ("Worker failure" in failed["text"]) == (here == 0)
         assert failed["left"] == []
-        assert failed["next"]["all_gather"] == 1
+        assert failed["next"]["gather"] == 1
         assert failed["wrong"] == []
 
 

@@ -210,7 +210,7 @@ def steady(
 ) -> dict[str, Any]:
     """Committed though nobody polls; then what is left for the training thread."""
     job = Job(out, planner=planner)
-    with store_operations() as stored, collectives(long_messages=True) as seen:
+    with store_operations() as stored, collectives() as seen:
         save = job.save()
         assert save is not None
         wait_until(lambda: nostall.is_complete(out / f"{WARM}"))
@@ -239,7 +239,7 @@ def planned_first(out: Path) -> dict[str, Any]:
     """The saves before the steady state, and those after a change on one rank."""
     found: dict[str, Any] = {}
     job = Job(out)
-    with store_operations() as stored, collectives(long_messages=True) as seen:
+    with store_operations() as stored, collectives() as seen:
         is_changed = dist.get_rank() == 1
         with patch.object(Job, "state", _wider) if is_changed else nullcontext():
             job.save()
@@ -381,7 +381,7 @@ def without_a_common_count(out: Path) -> dict[str, Any]:
     for _ in range(5):
         job.save()
         polls.append(job.poll() < 10**6)
-    with collectives(long_messages=True) as seen:
+    with collectives() as seen:
         job.save()
         wait_until(lambda: nostall.is_complete(out / f"{job.next - 1}"))
         barrier("committed")
@@ -396,7 +396,7 @@ def one_rank_is_slow(out: Path) -> dict[str, Any]:
     is_slow = dist.get_rank() == dist.get_world_size() - 1
     with (
         store_operations() as stored,
-        collectives(long_messages=True) as seen,
+        collectives() as seen,
         Hold("chunk") as hold,
         inject(hold.fault) if is_slow else nullcontext(),
     ):
@@ -426,7 +426,7 @@ def one_rank_is_dead(out: Path) -> dict[str, Any]:
     job, error = Job(out), ""
     with (
         store_operations() as stored,
-        collectives(long_messages=True) as seen,
+        collectives() as seen,
         Hold("chunk") as hold,
         inject(hold.fault) if dist.get_rank() == dist.get_world_size() - 1 else nullcontext(),
     ):

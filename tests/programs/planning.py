@@ -69,12 +69,8 @@ _COLLECTIVES = (
 
 
 @contextmanager
-def collectives(*, long_messages: bool = False) -> Iterator[Counter[str]]:
-    """Count the calls of ``torch.distributed``'s collectives by name.
-
-    Gathers that come after an all_gather, to carry what is too long for it, count only with
-    ``long_messages``.
-    """
+def collectives() -> Iterator[Counter[str]]:
+    """Count the calls of ``torch.distributed``'s collectives by name."""
     seen: Counter[str] = Counter()
     originals = {name: getattr(dist, name) for name in _COLLECTIVES}
 
@@ -92,8 +88,6 @@ def collectives(*, long_messages: bool = False) -> Iterator[Counter[str]]:
     finally:
         for name, original in originals.items():
             setattr(dist, name, original)
-        if not long_messages and seen["gather"] <= seen["all_gather"]:
-            del seen["gather"]
 
 
 # --- states and their changes ---------------------------------------------------------------------
@@ -244,7 +238,7 @@ def steady_state(out: Path) -> Facts:
                 schedule(queue, path, make_state(number), cache=cache)
             facts["plan"].append(dict(said))
             facts["status"].append(cache.get_metadata_caching_status())
-            with collectives(long_messages=True) as said:
+            with collectives() as said:
                 queue.wait()
             facts["poll and finalize"] = dict(said)
             facts["wrong"] += loaded_wrong(path, make_state(number), make_state(0))

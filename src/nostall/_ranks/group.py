@@ -11,20 +11,14 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from nostall import _torch
+from nostall._model.collection import no_collection
 from nostall._model.values import SaveId
-from nostall._ranks.messages import (
-    broadcast_message,
-    gather_messages,
-    pickled,
-    scatter_messages,
-    unpickled,
-)
 from nostall._ranks.records import GroupStore, LocalRecords, Records, StoredRecords
 from nostall._ranks.reduction import Known, PendingMaximum, Reduction
 from nostall.errors import OptionError, RankLostError
@@ -206,44 +200,71 @@ class TorchGroup:
         return found
 
     def gather(self, value: T) -> list[T] | None:
-        """One all_gather of short messages, then one gather if any message is long."""
-        (message,), device = pickled([value]), _torch.device_for_collectives(self._group)
+        """One reduction of lengths, then one gather."""
+        (mine,) = self._messages([value])
+        rows = [
+            torch.empty_like(mine) for _ in range(self.world_size if self.is_coordinator else 0)
+        ]
         with self.together():
-            messages = gather_messages(
-                message, receiver=self._coordinator_global, group=self._group, device=device
-            )
-        return None if messages is None else unpickled(messages)
+            dist.gather(mine, rows or None, dst=self._coordinator_global, group=self._group)
+        return _values(rows) if self.is_coordinator else None
 
     def broadcast(self, value: T | None) -> T:
-        """One broadcast of a short message, then another one if it is long."""
-        message = pickle.dumps(value) if self.is_coordinator else b""
-        device = _torch.device_for_collectives(self._group)
+        """One reduction of lengths, then one broadcast."""
+        (message,) = self._messages([value if self.is_coordinator else None])
         with self.together():
-            received = broadcast_message(
-                message, sender=self._coordinator_global, group=self._group, device=device
-            )
+            dist.broadcast(message, src=self._coordinator_global, group=self._group)
         if self.is_coordinator:  # pickling loses the causes of errors
             return value  # type: ignore[return-value]  # None only where T includes it
-        return pickle.loads(received)  # type: ignore[no-any-return]  # of type T
+        (received,) = _values([message])
+        return received  # type: ignore[no-any-return]  # of type T
 
     def scatter(self, values: list[T] | None) -> T:
-        """One broadcast of the longest message's length, then one scatter."""
-        messages = None if values is None else pickled(values)
-        device = _torch.device_for_collectives(self._group)
+        """One reduction of lengths, then one scatter."""
+        messages = self._messages(values or [None])
+        mine = torch.empty_like(messages[0])
         with self.together():
-            message = scatter_messages(
-                messages, sender=self._coordinator_global, group=self._group, device=device
+            dist.scatter(
+                mine,
+                messages if self.is_coordinator else None,
+                src=self._coordinator_global,
+                group=self._group,
             )
-        (value,) = unpickled([message])
+        (value,) = _values([mine])
         return value  # type: ignore[no-any-return]  # of type T
 
     def all_gather(self, value: T) -> list[T]:
-        """One all_gather of short messages, then another one if any message is long."""
-        message, device = pickle.dumps(value), _torch.device_for_collectives(self._group)
+        """One reduction of lengths, then one all_gather."""
+        (mine,) = self._messages([value])
+        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
         with self.together():
-            messages = gather_messages(message, receiver=None, group=self._group, device=device)
-        assert messages is not None
-        return [pickle.loads(each) for each in messages]
+            dist.all_gather(rows, mine, group=self._group)
+        return _values(rows)
+
+    def _messages(self, values: Sequence[object]) -> list[torch.Tensor]:
+        """A message for each value, padded to the longest of all ranks. Collective.
+
+        torch's object collectives need NumPy, which may not be installed.
+        """
+        with no_collection():
+            pickled = [pickle.dumps(each) for each in values]
+        (nbytes,) = self.maximum([max(map(len, pickled))])
+        device = _torch.device_for_collectives(self._group)
+        return [
+            torch.frombuffer(bytearray(each.ljust(nbytes, b"\0")), dtype=torch.uint8).to(device)
+            for each in pickled
+        ]
+
+
+@no_collection()
+def _values(messages: Sequence[torch.Tensor]) -> list[Any]:
+    """The values in messages; a pickle says where it ends."""
+    values = []
+    for message in messages:
+        content = bytearray(len(message))
+        torch.frombuffer(content, dtype=torch.uint8).copy_(message)
+        values.append(pickle.loads(content))
+    return values
 
 
 def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:
