@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ import nostall
 from cli.conftest import Run
 from nostall._cli.checkpoints.nesting import nested
 from nostall.errors import DamagedCheckpointError
+from support.object_store import S3Server
 from support.parts import save_in_halves
 from support.states import small_state
 
@@ -68,9 +68,9 @@ def test_there_and_back(tmp_path: Path, run: Run, *, in_parts: bool) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"saved", "all.pt", "again"}
 
 
-def test_checkpoints_may_be_in_a_store(tmp_path: Path, run: Run) -> None:
+def test_checkpoints_may_be_in_a_store(tmp_path: Path, run: Run, s3: S3Server) -> None:
     """A checkpoint is read from an address, and made there; a file is on a disk."""
-    store = f"memory://{uuid4().hex}"
+    store = f"s3://{s3.new_bucket()}"
     state = state_of()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

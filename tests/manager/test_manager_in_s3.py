@@ -11,7 +11,6 @@ import torch
 
 import nostall
 from nostall import CheckpointManager, KeepBest, KeepLatest
-from nostall._storage.objects.s3 import S3Client
 from nostall._storage.places import storage_at
 from nostall.errors import ReadError
 from support.object_store import S3Server
@@ -61,42 +60,18 @@ def test_steps_are_saved_kept_and_restored(s3: S3Server, root: str) -> None:
 
 
 def test_what_an_interrupted_save_left_is_removed(s3: S3Server, root: str, tmp_path: Path) -> None:
-    """Objects and uploads of a job that was killed, by the next one's first save."""
+    """Objects of a job that was killed, by the next one's first save."""
     done = run_script(
-        "programs/save_once.py", f"{root}/step-000000007", "1", "fsync", cwd=tmp_path, timeout_s=60
+        "programs/save_once.py", f"{root}/step-000000007", "1", "report", cwd=tmp_path, timeout_s=60
     )
     assert done.returncode == -signal.SIGKILL
     bucket = root.split("/")[2]
-    assert len(s3.unfinished(bucket)) == 1
+    assert len(s3.keys(bucket)) == 1
     with CheckpointManager(root, keep=KeepLatest(1)) as manager:
         assert manager.latest_step() is None
         manager.save(1, training()).result(60)
     assert s3.unfinished(bucket) == []
     assert storage_at(root).list() == ["step-000000001"]
-
-
-def test_uploads_of_a_part_alone_are_aborted(s3: S3Server, root: str) -> None:
-    """A step with nothing else is in no list of objects."""
-    bucket, _, prefix = root.removeprefix("s3://").partition("/")
-    S3Client(bucket).parts(f"{prefix}/step-000000002/model/__0_0.distcp", 10 << 20)
-    state = {"model": torch.nn.Linear(2, 2), "rest": {"x": torch.ones(2)}}
-    with CheckpointManager(root, parts=("model", "rest")) as manager:
-        manager.save(1, state).result(60)
-    assert s3.unfinished(bucket) == []
-
-
-def test_uploads_that_are_not_of_a_step_are_left_alone(
-    s3: S3Server, root: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And nothing is said of them."""
-    bucket, _, prefix = root.removeprefix("s3://").partition("/")
-    others = ["step-000000002", "step-000000003/notes.txt", "step-000000004/model/__0_0.distcp"]
-    for name in others:
-        S3Client(bucket).parts(f"{prefix}/{name}", 10 << 20)
-    with CheckpointManager(root) as manager:
-        manager.save(1, training()).result(60)
-    assert len(s3.unfinished(bucket)) == 3
-    assert "removed" not in caplog.text
 
 
 def test_a_busy_store_does_not_hide_the_newest_step(

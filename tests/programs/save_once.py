@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +42,6 @@ if __name__ == "__main__":
     where, number, *points = sys.argv[1:]
     if points in ([], ["exclusive"]):
         save(where, int(number), exclusive=bool(points))
-        for thread in threading.enumerate():  # it aborts uploads of others, as long as we live
-            if thread.name == "nostall-unfinished":
-                thread.join()
         end()
     else:
         with Hold(points[0]) as hold, inject(hold.fault):

@@ -343,7 +343,7 @@ def test_a_writer_with_nothing_planned_has_nothing_to_schedule() -> None:
 def test_an_id_is_valid_if_it_can_be_used(kind: Any) -> None:
     """Paths and addresses that a writer or a reader can be made for; frameworks probe ``msc://``."""
     validate = kind.validate_checkpoint_id
-    for valid in ("/some/where", Path("some/where"), "file:///some/where", "memory://some/where"):
+    for valid in ("/some/where", Path("some/where"), "file:///some/where", "s3://some/where"):
         assert validate(valid)
         kind(valid)
     assert validate("s3://bucket/x")

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import errno
 import gzip
 import json
 import os
+import re
 import signal
 import socket
 import sys
-import threading
 import time
-import uuid
-import zlib
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._save import leftovers
-from nostall._storage.objects.s3 import S3Client
 from nostall._storage.places import storage_at
 from nostall._storage.port import Conflict, Storage
 from nostall.cli import main
@@ -125,23 +120,6 @@ def test_an_asynchronous_save_goes_through_the_writer_process(s3: S3Server, url:
     assert len(s3.keys(bucket)) == 2
 
 
-@pytest.mark.parametrize("nbytes", [3, 24])
-def test_the_store_gets_the_checksum_of_an_object_in_parts(
-    s3: S3Server, bucket: str, nbytes: int
-) -> None:
-    """So that it can compare all that it has received, without reading it again."""
-    url, mebi = f"s3://{bucket}/x", 1 << 20
-    state = {"x": torch.arange(nbytes * mebi, dtype=torch.uint8)}
-    dcp.save(state, storage_writer=FileSystemWriterAsync(url), no_dist=True)
-    source = storage_at(url).open(shard_of(url))
-    content = bytearray(source.stat.nbytes)
-    source.read_into(0, memoryview(content))
-    posts = [each for each in s3.requests() if each.startswith("POST") and bucket in each]
-    sums = [each for each in (post.rpartition(" ")[2] for post in posts) if each]
-    expected = base64.b64encode(zlib.crc32(content).to_bytes(4, "big")).decode()
-    assert sums == ([expected] if nbytes > 5 else [])
-
-
 def test_no_file_has_the_name_of_another(s3: S3Server, bucket: str) -> None:
     """A short file takes one request.
 
@@ -185,9 +163,9 @@ def test_a_bucket_that_does_not_exist_is_no_empty_directory(
 
 
 @pytest.mark.usefixtures("s3")
-@pytest.mark.parametrize(("nbytes", "phase"), [(4 << 10, "write"), (32 << 20, "open")])
-def test_a_save_to_a_bucket_that_does_not_exist_says_so(nbytes: int, phase: str) -> None:
-    """A short file is one request, a long one an upload, which has to be begun; neither is synced.
+@pytest.mark.parametrize("nbytes", [4 << 10, 32 << 20])
+def test_a_save_to_a_bucket_that_does_not_exist_says_so(nbytes: int) -> None:
+    """A short file is one request, a long one an upload; neither is synced.
 
     The next step is to look at the address.
     """
@@ -196,7 +174,7 @@ def test_a_save_to_a_bucket_that_does_not_exist_says_so(nbytes: int, phase: str)
         dcp.save(state, storage_writer=FileSystemWriterAsync("s3://there-is-none/run"))
     ((error, _),) = raised.value.failures.values()
     assert isinstance(error, WriteError)
-    assert error.phase == phase
+    assert error.phase == "write"
     assert "bucket does not exist" in str(error)  # some servers say "access denied" only
     assert "check the address" in str(error)
 
@@ -256,8 +234,10 @@ def test_bytes_of_another_range_are_refused(
     state = {name: torch.zeros(count) for name in names[1:]}
     s3.inject({"method": "GET", "has": shard, "do": way, "by": by, "times": 1000})
     try:
-        with pytest.raises(OSError, match=rf"(?s)asked for bytes .* sent .*{shard}"):
+        with pytest.raises(OSError, match=rf"(?s){shard}") as caught:
             nostall.load(state, url, verify=verify)
+        said = "non-partial response" if way == "whole" else "Requested .* got "
+        assert re.search(said, str(caught.value))
     finally:
         s3.inject()
     nostall.load(state, url, verify=verify)
@@ -401,7 +381,7 @@ def test_a_put_that_meets_other_requests_for_long_leaves_the_commit_open(
     """The other request may be an earlier attempt of the same put, so the files stay."""
     save(url, 1)
     code = {"status": 409, "code": "ConditionalRequestConflict"}
-    s3.inject({**COMMIT, "do": "answer", **code, "times": ATTEMPTS})
+    s3.inject({**COMMIT, "do": "answer", **code, "times": 1000})
     with pytest.raises((CheckpointException, NotDurableError), match="cannot determine whether"):
         save(url, 2)
     assert is_loaded(url, 1)
@@ -427,16 +407,14 @@ def test_a_busy_store_does_not_hide_the_newest(
     s3: S3Server,
     bucket: str,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
     status: int,
 ) -> None:
     """It is asked again; if it stays busy, the newest is named, and is not called damaged."""
-    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=int))  # no waits
     root = f"s3://{bucket}/run"
     for step in (1, 2):
         save(f"{root}/step-{step}", step)
     busy = {"method": "HEAD", "has": "step-2/__0_0", "do": "answer", "status": status, "code": ""}
-    s3.inject({**busy, "times": ATTEMPTS if status == 503 else 1})  # botocore repeats a 503
+    s3.inject({**busy, "times": ATTEMPTS - 1})
     assert nostall.latest_complete(root) == f"{root}/step-2"
     assert caplog.text.count("skipped") == 0
     s3.inject({**busy, "times": 1000})
@@ -462,20 +440,6 @@ def test_a_name_that_leads_further_is_not_a_checkpoint(
     assert states.get("step-2") != "complete"
     assert nostall.latest_complete(root) == f"{root}/step-1"
     assert nostall.verify(f"{root}/step-2").state is State.NOT_THERE
-
-
-def test_a_store_that_lists_no_uploads_is_named_once(
-    s3: S3Server, bucket: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Per process and bucket, and not at each save."""
-    refused = {"do": "answer", "status": 501, "code": "NotImplemented", "times": 1000}
-    s3.inject({"method": "GET", "has": "uploads", **refused})
-    for step in range(3):
-        save(f"s3://{bucket}/run/step-{step}", step)
-        for thread in threading.enumerate():
-            if thread.name == "nostall-unfinished":
-                thread.join()
-    assert caplog.text.count("unfinished uploads may stay") == 1
 
 
 @pytest.mark.parametrize("is_refused", [False, True])
@@ -506,28 +470,16 @@ def test_a_store_that_replaces_without_conditions_is_asked_before(
     refusal = {"do": "answer", "status": 501, "code": "NotImplemented"}
     save(url, 1)
     for seed in (2, 3):
-        s3.inject({**COMMIT, **refusal})
+        s3.inject({**COMMIT, **refusal, "times": ATTEMPTS})
         save(url, seed)
         assert is_loaded(url, seed)
     assert caplog.text.count("cannot replace an object on a condition") == 1
     version = storage_at(url).stat(".metadata").version
     save(url, 4)
-    s3.inject({**COMMIT, **refusal})
+    s3.inject({**COMMIT, **refusal, "times": ATTEMPTS})
     with pytest.raises(Conflict):
         storage_at(url).publish(".metadata", [b"other"], expected=version)
     assert is_loaded(url, 4)
-
-
-def test_uploads_of_others_are_left_alone(s3: S3Server, bucket: str) -> None:
-    """Those below the address in other directories, and what is no shard file."""
-    client = S3Client(bucket)
-    others = ["run/step-1/__0_0.distcp", "run/export.tar", "other/__0_0.distcp"]
-    for key in others:
-        client.parts(key, 10 << 20)
-    save(f"s3://{bucket}/run", 1)
-    nostall.remove_checkpoint(f"s3://{bucket}/run/none")
-    assert client.abort_unfinished("run/", None) == 0
-    assert sorted(s3.unfinished(bucket)) == sorted(others)
 
 
 def test_a_proxys_page_is_not_an_empty_store(s3: S3Server, url: str) -> None:
@@ -631,46 +583,30 @@ else:
     assert done.returncode == 0, done.stderr
 
 
-def test_ranks_that_save_alone_abort_no_uploads(s3: S3Server, url: str) -> None:
-    """One may have begun before another one was started."""
-    for _ in range(2):
-        writer = FileSystemWriterAsync(url)
-        dcp.save(state_of(1), storage_writer=writer, use_collectives=False)
-    requests = [each for each in s3.requests() if url.split("/")[2] in each]
-    assert not [
-        each for each in requests if each.rstrip().endswith("uploads&prefix=run%2Fstep-1%2F")
-    ]
-    assert "__0.metadata" in storage_at(url).list()
-
-
 @pytest.mark.parametrize("point", ["open", "chunk", "fsync", "report"])
 def test_a_writer_process_that_is_killed_leaves_nothing(s3: S3Server, url: str, point: str) -> None:
-    """The trainer removes its files and aborts its uploads."""
+    """The trainer removes its files. Its uploads stay, for a lifecycle rule: nobody lists them."""
     with inject(Fault.kill(point, signal.SIGKILL, after=1 if point == "chunk" else 0)):
         future = save_in_background(url, 1)
         with pytest.raises(CheckpointException, match="writer process"):
             future.result()
-    bucket = url.split("/")[2]
-    assert (s3.unfinished(bucket), s3.keys(bucket)) == ([], [])
+    assert s3.keys(url.split("/")[2]) == []
 
 
-def test_uploads_of_a_job_that_was_killed_are_aborted_by_the_next_save(
+def test_uploads_of_a_job_that_was_killed_stay_and_hinder_nothing(
     s3: S3Server, url: str, tmp_path: Path
 ) -> None:
-    """Nobody else finds them: they are in no list of objects."""
-    done = run_script("programs/save_once.py", url, "1", "fsync", cwd=tmp_path, timeout_s=60)
+    """They are in no list of objects; a rule of the bucket has to remove them."""
+    done = run_script("programs/save_once.py", url, "1", "chunk", cwd=tmp_path, timeout_s=60)
     assert done.returncode == -signal.SIGKILL
     bucket = url.split("/")[2]
-    assert len(s3.unfinished(bucket)) == 1
     assert nostall.latest_complete(f"s3://{bucket}/run") is None
-    # The store rounds when it began, and Linux when a process was started, each to a second.
-    begun_s = s3.last_begun_s(bucket)
-    wait_until(lambda: time.time() > begun_s + 2)
-    done = run_script("programs/save_once.py", url, "2", cwd=tmp_path, timeout_s=60)
-    assert done.returncode == 0, done.stderr
+    left = s3.unfinished(bucket)
+    save(url, 2)
     assert is_loaded(url, 2)
-    assert s3.unfinished(bucket) == []
     assert len(s3.keys(bucket)) == 2
+    nostall.remove_checkpoint(url)
+    assert (s3.keys(bucket), s3.unfinished(bucket)) == ([], left)
 
 
 def test_whole_files_of_a_job_that_was_killed_are_removed_when_they_are_old(
@@ -709,30 +645,24 @@ def test_an_address_that_lost_a_slash_is_refused() -> None:
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the command that installs it."""
-    monkeypatch.setitem(sys.modules, "botocore.session", None)
-    with pytest.raises(OptionError, match=r"nostall\[s3\]"):
-        FileSystemWriterAsync("s3://bucket/key")
-    with pytest.raises(OptionError, match="no file system for nowhere://"):
-        FileSystemWriterAsync("nowhere://bucket/key")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for protocol in ("s3", "gs", "az"):
+        with pytest.raises(OptionError, match=r"nostall\[objects\]"):
+            FileSystemWriterAsync(f"{protocol}://bucket/key")
+
+
+@pytest.mark.parametrize("protocol", ["nowhere", "memory", "hf", "gcs", "abfs"])
+def test_stores_that_only_others_know_are_refused(protocol: str) -> None:
+    """With the ones that are known."""
+    with pytest.raises(OptionError, match="not supported") as caught:
+        FileSystemWriterAsync(f"{protocol}://bucket/key")
+    assert "s3://, gs://, az:// or msc://" in str(caught.value)
 
 
 def test_streams_need_a_file_system() -> None:
     """``open_file`` opens paths."""
     with pytest.raises(OptionError, match="open_file"):
         FileSystemWriterAsync("s3://bucket/key", open_file=gzip.open)
-
-
-def test_fsspecs_memory_is_saved_to_by_this_process() -> None:
-    """The writer process has another memory, so it is not asked."""
-    pytest.importorskip("fsspec", reason="`nox -s stores` installs it")
-    url = f"memory://{uuid.uuid4().hex}/run/step-1"
-    for seed in (1, 2):
-        save_and_wait(url, seed)
-        assert is_loaded(url, seed)
-    assert nostall.verify(url).ok
-    assert nostall.latest_complete(url.rpartition("/")[0]) == url
-    nostall.remove_checkpoint(url)
-    assert storage_at(url).list() == []
 
 
 def test_addresses_of_files_are_paths(tmp_path: Path) -> None:

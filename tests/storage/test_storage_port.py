@@ -9,13 +9,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import pytest
 
 from nostall._commit.publish import commit
 from nostall._model.jobs import FileImage, SealTable, WriteJob
-from nostall._storage.places import storage_at
 from nostall._storage.port import Conflict, Storage
 from nostall._storage.posix_storage import PosixStorage
 from nostall._writer.chunks import write_images
@@ -50,14 +48,6 @@ def test_an_implementation_keeps_the_contract(
 ) -> None:
     """The shipped fake does what a file system does."""
     check(make(tmp_path))
-
-
-@pytest.mark.parametrize("check", storage_contract.CHECKS, ids=lambda check: check.__name__)
-def test_an_object_store_keeps_the_contract(
-    tmp_path: Path, check: Callable[[Storage], None]
-) -> None:
-    """One of fsspec's; that of S3 is in ``test_s3.py``."""
-    check(storage_at(f"memory://{uuid4().hex}/{tmp_path.name}"))
 
 
 class _Overwriting(MemoryStorage):

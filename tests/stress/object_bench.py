@@ -37,7 +37,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall._storage.objects.s3 import S3Client
 from support.object_store import s3_server
 
 TENSORS = 256
@@ -229,7 +228,7 @@ def main() -> None:
                 took[name].append(contenders[name].save(key))
                 shutil.rmtree(directory / key, ignore_errors=True)
                 for left in server.keys(bucket):
-                    S3Client(bucket)._s3.delete_object(Bucket=bucket, Key=left)
+                    server.client().delete_object(Bucket=bucket, Key=left)
         for name, contender in contenders.items():
             blocked_s, durable_s = zip(*took[name][1:], strict=True)
             more = (contender.peak_nbytes - contender.before_nbytes) / nbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -70,15 +70,6 @@ class MemoryStorage:
     def least_part(self, nbytes: int) -> int:
         del nbytes
         return mmap.PAGESIZE
-
-    def directories_with_unfinished(self) -> Collection[str]:
-        """None: unfinished files cost nothing."""
-        return ()
-
-    def abort_unfinished(self, older_than_s: float) -> int:
-        """None."""
-        del older_than_s
-        return 0
 
     def put(
         self, name: str, nbytes: int, *, on_created: Callable[[str], None] = lambda _: None

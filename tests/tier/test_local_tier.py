@@ -853,8 +853,6 @@ def test_options_that_are_not_possible(tier: str, root: str) -> None:
         make(open_file=print)
     with pytest.raises(OptionError, match="object stores"):
         FileSystemWriterAsync(f"{root}/step", local_staging_dir="s3://bucket/tier")
-    with pytest.raises(OptionError, match="another process copies"):
-        FileSystemWriterAsync("memory://run/step", local_staging_dir=tier)
     with pytest.raises(OptionError, match="in local_staging_dir"):
         FileSystemWriterAsync(f"{tier}/step", local_staging_dir=tier)
     with pytest.raises(OptionError, match="is in the checkpoint path"):

@@ -194,7 +194,7 @@ class StepDirectories:
 
         Not while another process saves below this root.
         """
-        for step in self._begun():
+        for step in self.listed():
             if self._is_unfinished(step):
                 self.remove(step)
                 if self._is_there(step):
@@ -202,16 +202,6 @@ class StepDirectories:
                     _log.warning("not removed: %s: %s", self.path(step), what)
                 else:
                     _log.warning("removed %s: it was not finished", self.path(step))
-
-    def _begun(self) -> list[int]:
-        """All steps of which anything is there, in ascending order."""
-        begun = set(self.listed())
-        with suppress(OSError):  # a store that cannot list them; each commit warns of that
-            for directory in storage_at(self.root).directories_with_unfinished():
-                step = step_of(directory.partition("/")[0])
-                if step is not None and f"{self.root}/{directory}" in self.checkpoints(step):
-                    begun.add(step)
-        return sorted(begun)
 
     def _is_there(self, step: int) -> bool:
         try:

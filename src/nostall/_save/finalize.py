@@ -13,12 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from nostall import _torch
 from nostall._commit.collect import require_all_present
 from nostall._commit.manifest import with_manifest
 from nostall._commit.metadata import planned_indices
@@ -28,9 +26,8 @@ from nostall._commit.result_columns import RankResults
 from nostall._engine import Engine
 from nostall._model import checksum
 from nostall._model.collection import no_collection
-from nostall._model.threads import start_apart
 from nostall._model.values import RankFiles
-from nostall._save.leftovers import abort_unfinished, files_of, unused
+from nostall._save.leftovers import files_of, unused
 from nostall._storage import directories
 from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
 from nostall._storage.directories import Visit
@@ -187,9 +184,6 @@ def publish(
     left_s = max(REMOVAL_TIMEOUT_S, timeout_s - (time.monotonic() - began_s))
     try:
         remove_in_time(to_remove, remove=engine.removed.remove, timeout_s=left_s)
-        is_together = name == _torch.METADATA_NAME  # ranks that save alone may never have met
-        if is_together and storage.publishes_conditionally:
-            start_apart("nostall-unfinished", partial(abort_unfinished, storage))
     except Exception:  # the checkpoint is published and must not be reported as lost
         _log.exception("files of the replaced checkpoint were not removed: path=%s", directory)
 

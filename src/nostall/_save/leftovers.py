@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
-from functools import lru_cache
 
 from nostall._commit.manifest import manifest_alone
 from nostall._commit.metadata import referenced_files
@@ -25,7 +24,7 @@ from nostall._model.values import RankFiles
 from nostall._storage import directories, posix
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import is_address
-from nostall._storage.port import Files, Storage, reason
+from nostall._storage.port import Files
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import ReadError
 
@@ -158,21 +157,3 @@ def remove_unpublished(
     remove_in_time(
         [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, here))]
     )
-
-
-def abort_unfinished(storage: Storage) -> None:
-    """Abort uploads to this place that were begun before this process, the coordinator."""
-    try:
-        count = storage.abort_unfinished(_age_s(storage))
-    except OSError as error:  # not every store lists them
-        bucket = "/".join(storage.where().split("/")[:3])
-        _tell_that_uploads_may_stay(bucket, reason(error))
-        return
-    if count:
-        _log.warning("unfinished uploads of another job are aborted: path=%s", storage.where())
-
-
-@lru_cache
-def _tell_that_uploads_may_stay(bucket: str, why: str) -> None:
-    """Log it, once per process and bucket: it is so for each save."""
-    _log.warning("unfinished uploads may stay: bucket=%s: %s", bucket, why)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from nostall._engine import Engine
 from nostall._model.values import RankFiles
 from nostall._storage.deadlines import in_time
-from nostall._storage.places import is_in_this_process, may_have
+from nostall._storage.places import may_have
 from nostall._storage.posix_storage import PosixStorage
 from nostall._tier.local import is_promoted, record_destination
 from nostall._tier.promotion import Promotion
@@ -171,12 +171,6 @@ def require_possible(
             " not support local_staging_dir",
             path=tier,
             hint="save together, or leave local_staging_dir out",
-        )
-    if is_in_this_process(destination):
-        raise OptionError(
-            "memory:// does not support local_staging_dir: another process copies",
-            path=destination,
-            hint="leave local_staging_dir out",
         )
     if f"{destination}/".startswith(f"{tier}/"):
         raise OptionError(

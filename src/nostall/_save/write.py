@@ -28,7 +28,7 @@ from nostall._ranks.failures import failure_of
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
 from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import remove_in_time
-from nostall._storage.places import is_address, is_in_this_process
+from nostall._storage.places import is_address
 from nostall._storage.streams import StreamTarget
 from nostall._writer.child import import_paths
 from nostall._writer.files import perform
@@ -92,8 +92,7 @@ def write_in_background(
     target: SaveTarget,
     engine: Engine,
 ) -> Future[RankReport]:
-    """Write in writer processes; in a thread if callables cannot be pickled, or only this process
-    has the storage.
+    """Write in writer processes; in a thread if callables cannot be pickled.
 
     Releases the snapshot.
 
@@ -104,8 +103,7 @@ def write_in_background(
     """
     target.progress.to(State.STAGED)
     stream = _pickled(target.settings.stream)
-    is_bound = target.settings.stream is not None and stream is None
-    if is_bound or is_in_this_process(target.settings.directory):
+    if target.settings.stream is not None and stream is None:
         return _write_in_thread(snapshot, target, engine)
     parts = jobs(
         snapshot.layout,

@@ -15,7 +15,7 @@ from nostall.errors import CheckpointExistsError, OptionError, WriteError
 from nostall.options import EngineOptions
 
 _FILE = "file://"
-_LOST_SLASH = re.compile(r"(s3|gs|gcs|az|abfs|msc|file|memory):/[^/]")
+_LOST_SLASH = re.compile(r"(s3|gs|az|msc|file):/[^/]")
 
 
 def require_possible(path: str | os.PathLike[str]) -> None:

@@ -51,21 +51,20 @@ def resolved(address: str) -> str:
         OptionError: The client for its kind of object store is not installed.
     """
     protocol, _, _ = address.partition("://")
-    if protocol == "s3":
-        from nostall._storage.objects import s3
-
-        s3.require_client()
-        return address
     if protocol == "msc":
-        from nostall._storage.objects import msc
+        from nostall._storage.objects import over_msc
 
-        msc.require_client()
-        directory = msc.directory_of(address)
-        if directory is not None:
-            return directory
-    from nostall._storage.objects import over_fsspec
+        over_msc.require_client()
+        return over_msc.directory_of(address) or address
+    from nostall._storage.objects import over_obstore
 
-    over_fsspec.require_client(protocol)
+    if protocol not in over_obstore.PROTOCOLS:
+        raise OptionError(
+            f"addresses that begin with {protocol}:// are not supported",
+            path=address,
+            hint="use s3://, gs://, az:// or msc://, or a directory of a mounted store",
+        )
+    over_obstore.require_client(protocol)
     return address
 
 
@@ -91,19 +90,16 @@ def object_storage_at(place: str) -> ObjectStorage:
     from nostall._storage.objects.object_storage import ObjectStorage
 
     protocol, _, rest = place.partition("://")
-    if protocol == "s3":
-        from nostall._storage.objects.s3 import S3Client
+    if protocol == "msc":
+        from nostall._storage.objects.over_msc import MscClient
 
-        bucket, _, key = rest.partition("/")
-        return ObjectStorage(place, f"{key}/" if key else "", S3Client(bucket))
-    from nostall._storage.objects.over_fsspec import FsspecClient
+        profile, _, key = rest.partition("/")
+        return ObjectStorage(place, f"{key}/" if key else "", MscClient(f"msc://{profile}"))
+    from nostall._storage.objects.over_obstore import ObstoreClient
 
-    return ObjectStorage(place, f"{rest}/", FsspecClient(protocol))
-
-
-def is_in_this_process(place: str) -> bool:
-    """Whether other processes see nothing of it, as with fsspec's file system in memory."""
-    return place.startswith("memory://")
+    bucket, _, key = rest.partition("/")
+    client = ObstoreClient(f"{protocol}://{bucket}", {})
+    return ObjectStorage(place, f"{key}/" if key else "", client)
 
 
 def is_same(one: str, other: str) -> bool:

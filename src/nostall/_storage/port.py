@@ -11,7 +11,7 @@ They may be called from several threads at once.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, NewType, Protocol
 
 Version = NewType("Version", str)
@@ -78,7 +78,7 @@ class Source(Protocol):
 
 
 class Upload(Protocol):
-    """A new file, written in parts from memory that stays unchanged until a part is written."""
+    """A new file, written in parts from memory that stays unchanged until the file is finished."""
 
     @property
     def name(self) -> str:
@@ -161,22 +161,6 @@ class Storage(Files, Protocol):
 
     publishes_conditionally: bool
     """Whether :meth:`publish` compares the expected version at the very instant."""
-
-    def directories_with_unfinished(self) -> Collection[str]:
-        """Directories with unfinished files that :meth:`list` does not show, at any depth.
-
-        Paths are relative to this directory, whose own is an empty text.
-        """
-
-    def abort_unfinished(self, older_than_s: float) -> int:
-        """Abort unfinished files here that :meth:`list` does not show, as they cost money.
-
-        Args:
-            older_than_s: Seconds, by the clock of storage, since they were begun at least.
-
-        Returns:
-            Their number.
-        """
 
     def remove_place(self) -> None:
         """Remove the directory, if it is one and empty, and make that durable."""

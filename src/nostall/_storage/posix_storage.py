@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from nostall._model.names import METADATA_SUFFIX
@@ -38,14 +38,6 @@ class PosixStorage(PosixFiles):
     """
 
     publishes_conditionally = False
-
-    def directories_with_unfinished(self) -> Collection[str]:
-        return ()
-
-    def abort_unfinished(self, older_than_s: float) -> int:
-        """None: an unfinished file is visible."""
-        del older_than_s
-        return 0
 
     def remove_place(self) -> None:
         remove_directory(self._directory)

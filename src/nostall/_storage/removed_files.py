@@ -28,7 +28,7 @@ class RemovedFiles:
     def remove(self, paths: Iterable[str]) -> None:
         """Remove the names of files now; a thread waits for storage to free their blocks."""
         paths = list(paths)
-        remove_files(filter(is_address, paths), are_finished=True)
+        remove_files(filter(is_address, paths))
         remove_and_hold((path for path in paths if not is_address(path)), self._held)
         if not self._held:
             return

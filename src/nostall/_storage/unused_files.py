@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from nostall._model.names import METADATA_SUFFIX
 from nostall._storage import posix
-from nostall._storage.places import is_address, object_storage_at, storage_at
+from nostall._storage.places import is_address, storage_at
 from nostall._storage.port import Files
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import NostallError
@@ -17,12 +17,14 @@ from nostall.errors import NostallError
 _OF_RANK = re.compile(r"__(\d+)_\d+[^/]*\Z")
 
 
-def remove_files(paths: Iterable[str], *, are_finished: bool = False) -> None:
+def remove_files(paths: Iterable[str]) -> None:
     """Remove files that no metadata will name, by their paths; errors are ignored.
+
+    Nothing may get one of these paths again in an object store: a removal may be done after its
+    answer was lost.
 
     Args:
         paths: Their paths.
-        are_finished: Whether all of them are whole; otherwise uploads of theirs are looked for.
     """
     in_stores: dict[str, list[str]] = {}
     for path in paths:
@@ -32,12 +34,8 @@ def remove_files(paths: Iterable[str], *, are_finished: bool = False) -> None:
         else:
             posix.remove_files([path])
     for place, names in in_stores.items():
-        storage = object_storage_at(place)
-        if not are_finished:
-            storage.discard(names)
-            continue
         with suppress(OSError):
-            storage.remove(names)
+            storage_at(place).remove(names)
 
 
 def remove_unnamed(paths: Iterable[str]) -> None:

@@ -79,7 +79,7 @@ def copy_file(file: WrittenFile, how: Copying, on_progress: Callable[[int], None
     except FileNotFoundError:
         raise Replaced(f"a local file is gone: {file.name}") from None
     with closing(source):
-        image = _LocalFile(source, how.io_threads, min(chunk_nbytes, page_aligned(file.nbytes)))
+        image = _LocalFile(source)
         report = perform(
             WriteJob(
                 job=how.directory,
@@ -129,19 +129,17 @@ def copy_file(file: WrittenFile, how: Copying, on_progress: Callable[[int], None
 
 
 class _LocalFile:
-    """The image of a file of the local disk: each thread reads its chunk into its own memory."""
+    """The image of a file of the local disk: each chunk has memory of its own, until it is sent."""
 
-    def __init__(self, source: Source, threads: int, chunk_nbytes: int) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
-        self._memories = [
-            memoryview(mmap.mmap(-1, max(chunk_nbytes, mmap.PAGESIZE))) for _ in range(threads)
-        ]
         self.why_unreadable = ""
         """Why the local disk has not given all bytes; empty if it has."""
 
     def window(self, begin: int, end: int, *, thread: int) -> Window:
         """Read a chunk."""
-        memory = self._memories[thread]
+        del thread
+        memory = memoryview(mmap.mmap(-1, max(page_aligned(end - begin), mmap.PAGESIZE)))
         try:
             nbytes = self._source.read_into(begin, memory[: end - begin])
         except OSError as error:

@@ -21,7 +21,7 @@ from nostall._model.jobs import Failure
 from nostall._model.names import METADATA_NAME, is_ours_to_remove
 from nostall._model.values import WrittenFile
 from nostall._storage import posix
-from nostall._storage.places import is_address, may_have, object_storage_at, storage_at
+from nostall._storage.places import is_address, may_have, storage_at
 from nostall._storage.port import Files, Storage
 from nostall._storage.posix_storage import PosixStorage
 from nostall._storage.reading import open_to_read, read_metadata
@@ -230,9 +230,7 @@ def _copy_all(
         if not copied.is_whole(file) or not _is_there(destination, file):
             # Only a promotion that was interrupted has made a file of this name. One in a store is
             # replaced: a removal that is done late would hit the new one.
-            if is_address(job.destination):
-                object_storage_at(job.destination).abort([file.name])
-            else:
+            if not is_address(job.destination):
                 remove_files([destination.where(file.name)])
             copy_file(file, job, partial(_further, on_progress, done_nbytes, total_nbytes))
             copied.add_whole(file)

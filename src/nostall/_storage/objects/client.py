@@ -7,57 +7,48 @@ of :func:`~nostall._storage.port.may_pass` for a store that is away.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol, TypeAlias
 
 from nostall._storage.port import Stat, Version
 
-
-class Parts(Protocol):
-    """An object that is sent in parts, and exists once it is completed."""
-
-    any_order: bool
-    """Whether several threads may send parts in any order; otherwise from front to back."""
-
-    def send(self, number: int, memory: memoryview) -> None:
-        """Send a part; ``number`` grows with the part's offset, from 1 to 10,000."""
-
-    def complete(self, crc32: int | None) -> None:
-        """Make the object of all parts; with its CRC-32, if known, for the store to compare."""
-
-    def abort(self) -> None:
-        """Give up all parts; errors are ignored. Idempotent, and without effect once complete."""
+Content: TypeAlias = Sequence[bytes | memoryview]
+"""The whole content of an object, in pieces."""
 
 
 class Client(Protocol):
     """The objects of one bucket. Methods may be called from several threads at once."""
 
-    def put(self, key: str, content: Sequence[bytes], *, expected: Version | None) -> None:
+    def put(self, key: str, content: Content, *, expected: Version | None) -> None:
         """Make or replace an object at one instant.
 
         Args:
             key: Its key.
-            content: The whole content, in pieces.
+            content: What it is to have.
             expected: Only if the key has this version; ``None`` for any.
 
         Raises:
             Conflict: It has another one. After a lost answer the key may have this content already.
         """
 
-    def parts(self, key: str, nbytes: int) -> Parts:
-        """Begin an object of this length."""
+    def upload(self, key: str, nbytes: int, part_nbytes: int, parts: Iterator[memoryview]) -> None:
+        """Make or replace an object whose content arrives in parts; nothing is copied.
 
-    def read_into(
-        self, key: str, offset: int, memories: Sequence[memoryview], version: Version
-    ) -> tuple[int, int]:
+        If the iterator raises, the upload is aborted, and its error raised.
+
+        Args:
+            key: Its key.
+            nbytes: Its length.
+            part_nbytes: Length of all parts but the last.
+            parts: Its content. The memory stays unchanged until the call returns.
+        """
+
+    def read_into(self, key: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
         """Fill pieces of memory, one after the other, with bytes that a version has, in a request.
-
-        Returns:
-            Begin and end of the bytes that the answer has, as the answer itself says. Unless they
-            are those that were asked for, the memory has no values.
 
         Raises:
             Conflict: The object has another version.
+            OSError: The answer has other bytes than were asked for; memory has no values then.
         """
 
     def stat(self, key: str) -> Stat:
@@ -67,16 +58,4 @@ class Client(Protocol):
         """What follows the prefix in keys, up to the next ``/``, once each; in any order."""
 
     def remove(self, keys: Collection[str]) -> None:
-        """Remove objects, and parts of unfinished ones; absent ones are no error."""
-
-    def unfinished(self, prefix: str) -> Sequence[str]:
-        """Keys of unfinished objects that begin with this, at any depth."""
-
-    def abort_unfinished(self, prefix: str, older_than_s: float | None) -> int:
-        """Abort unfinished objects; returns their number.
-
-        Args:
-            prefix: What their keys begin with, up to the next slash.
-            older_than_s: Seconds since they were begun, at least, by the clock of the store, which
-                may be off by one; ``None`` for all.
-        """
+        """Remove objects; absent ones are no error."""

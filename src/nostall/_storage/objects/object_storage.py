@@ -9,14 +9,11 @@ of the same content.
 
 from __future__ import annotations
 
-import errno
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from nostall._model.jobs import page_aligned
-from nostall._model.names import is_ours_to_remove
-from nostall._storage.objects.client import Client, Parts
+from nostall._storage.objects.client import Client
 from nostall._storage.port import Conflict, Stat, Version, may_pass, reason
 from nostall._storage.posix_files import between
 from nostall.errors import NotDurableError
@@ -53,21 +50,13 @@ class ObjectStorage:
 
     def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> _Upload:
         on_created(name)
-        part_nbytes = self.least_part(nbytes)
-        if nbytes <= part_nbytes:
-            return _Upload(self, name, nbytes, part_nbytes, None)
-        try:
-            parts = self._client.parts(self._key(name), nbytes)
-        except BaseException:  # passed on; it may be begun, if an answer was lost
-            self.abort([name])
-            raise
-        return _Upload(self, name, nbytes, part_nbytes, parts)
+        return _Upload(self._client, self._key(name), name, nbytes, self.least_part(nbytes))
 
     def flush(self) -> None:
         """Nothing to do: what a store has accepted is durable."""
 
     def open(self, name: str) -> _Source:
-        return _Source(self._client, self._key(name), self.stat(name), self.where(name))
+        return _Source(self._client, self._key(name), self.stat(name))
 
     def stat(self, name: str) -> Stat:
         return self._client.stat(self._key(name))
@@ -78,32 +67,8 @@ class ObjectStorage:
     def remove(self, names: Iterable[str]) -> None:
         self._client.remove([self._key(name) for name in names])
 
-    def abort(self, names: Iterable[str]) -> None:
-        """Abort unfinished files; errors are ignored. They may be begun anew."""
-        for name in names:
-            with suppress(OSError):
-                self._client.abort_unfinished(self._key(name), None)
-
-    def discard(self, names: Collection[str]) -> None:
-        """Remove files, also unfinished ones, that will never be committed; errors are ignored.
-
-        No file may have one of these names again: a removal may be done after its answer was lost.
-        """
-        self.abort(names)
-        with suppress(OSError):
-            self.remove(names)
-
     def remove_place(self) -> None:
-        """Abort unfinished files; a prefix without objects does not exist."""
-        self._client.abort_unfinished(self._prefix, None)
-
-    def directories_with_unfinished(self) -> Collection[str]:
-        names = (key[len(self._prefix) :] for key in self._client.unfinished(self._prefix))
-        found = (name.rpartition("/") for name in names)
-        return {directory for directory, _, name in found if is_ours_to_remove(name)}
-
-    def abort_unfinished(self, older_than_s: float) -> int:
-        return self._client.abort_unfinished(self._prefix, older_than_s)
+        """Nothing to remove: a prefix without objects does not exist."""
 
     def publish(
         self,
@@ -155,60 +120,100 @@ class ObjectStorage:
         return self._prefix + name
 
 
+class _GivenUp(Exception):
+    """The upload is closed before it was finished."""
+
+
 class _Upload:
     """A new object.
 
-    One that fits into a part is sent as a whole; if several writes make it, they are collected.
+    One that fits into a part is sent as a whole. The parts of any other are handed, in order, to
+    the client's call on a thread, which sends several at a time: memory is not copied, and is free
+    when the upload is finished or closed.
     """
 
-    def __init__(
-        self, storage: ObjectStorage, name: str, nbytes: int, part_nbytes: int, parts: Parts | None
-    ) -> None:
-        self.name = name
-        self._storage = storage
-        self._nbytes = nbytes
-        self._part_nbytes = part_nbytes
-        self._parts = parts
-        self._collected = bytearray(0 if parts else nbytes)
-        self._is_finished = False
-        self._lock = threading.Lock()
+    any_order = False
 
-    @property
-    def any_order(self) -> bool:
-        return self._parts is None or self._parts.any_order
+    def __init__(self, client: Client, key: str, name: str, nbytes: int, least_nbytes: int) -> None:
+        self.name = name
+        self._client = client
+        self._key = key
+        self._nbytes = nbytes
+        self._is_short = nbytes <= least_nbytes
+        self._waiting: list[memoryview] = []
+        """All pieces of a short object; otherwise at most one, which the client has not taken."""
+        self._thread: threading.Thread | None = None
+        self._is_whole = False
+        self._is_given_up = False
+        self._error: BaseException | None = None
+        self._has_ended = False
+        self._changed = threading.Condition()
 
     def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
         piece = memory[begin - origin : end - origin]
-        if self._parts is None:
-            self._collected[begin:end] = piece
-            return
-        # Longer parts than the shortest have numbers that differ, in the order of their offsets.
-        self._parts.send(begin // self._part_nbytes + 1, piece)
+        if not self._is_short and self._thread is None:
+            work = threading.Thread(
+                target=self._send, args=(len(piece),), name="nostall-upload", daemon=True
+            )
+            work.start()
+            self._thread = work
+        with self._changed:
+            # The call ends by itself if the store does not answer: each request has a time limit.
+            self._changed.wait_for(lambda: self._is_short or not self._waiting or self._has_ended)
+            if self._error is not None:
+                raise self._error
+            self._waiting.append(piece)
+            self._changed.notify_all()
 
     def finish(self, crc32: int | None = None) -> None:
-        if self._parts is not None:
-            self._parts.complete(crc32)
+        del crc32  # no client sends it
+        if self._thread is None:
+            self._client.put(self._key, self._waiting, expected=None)
         else:
-            key = self._storage._key(self.name)
-            self._storage._client.put(key, (bytes(self._collected),), expected=None)
-        self._is_finished = True
+            self._end(whole=True)
+            if self._error is not None:
+                raise self._error
+        self._is_whole = True
 
     def close(self) -> None:
-        with self._lock:
-            is_over, self._is_finished = self._is_finished, True
-        if is_over:
-            return
-        if self._parts is not None:
-            self._parts.abort()
-            self._storage.abort([self.name])
+        if self._thread is not None and not self._is_whole:
+            self._end(whole=False)
+
+    def _end(self, *, whole: bool) -> None:
+        assert self._thread is not None
+        with self._changed:
+            self._is_whole, self._is_given_up = whole, not whole
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _send(self, part_nbytes: int) -> None:
+        try:
+            self._client.upload(self._key, self._nbytes, part_nbytes, self._parts())
+        except BaseException as error:  # raised by the next call, in the thread that writes
+            self._error = error
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
+
+    def _parts(self) -> Iterator[memoryview]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_whole or self._is_given_up)
+                if self._is_given_up:
+                    raise _GivenUp
+                if not self._waiting:
+                    return
+                piece = self._waiting.pop()
+                self._changed.notify_all()
+            yield piece
 
 
 class _Source:
     """One version of an object."""
 
-    def __init__(self, client: Client, key: str, stat: Stat, where: str) -> None:
+    def __init__(self, client: Client, key: str, stat: Stat) -> None:
         self.stat = stat
-        self._where = where
         self._client = client
         self._key = key
 
@@ -216,12 +221,7 @@ class _Source:
         nbytes = min(sum(map(len, memories)), max(0, self.stat.nbytes - offset))
         if nbytes:
             wanted = between(memories, 0, nbytes)
-            asked = offset, offset + nbytes
-            sent = self._client.read_into(self._key, offset, wanted, self.stat.version)
-            # A proxy may ignore ranges, and other bytes may look like those of another item.
-            if sent != asked:
-                what = "the store was asked for bytes {}-{}, and sent {}-{}".format(*asked, *sent)
-                raise OSError(errno.EREMOTEIO, what, self._where)
+            self._client.read_into(self._key, offset, wanted, self.stat)
         return nbytes
 
     def close(self) -> None:

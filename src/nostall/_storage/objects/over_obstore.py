@@ -1,0 +1,268 @@
+"""S3, Google Cloud Storage and Azure Blob Storage through obstore (the extra ``objects``).
+
+Credentials, region and endpoint are those of obstore: environment variables, roles of the machine,
+and a user's ``storage_options``. obstore repeats requests, asks for ranges and refuses answers with
+others, sends parts side by side, and aborts an upload that fails. It lists no uploads: a process
+that is killed leaves one, which a lifecycle rule has to remove.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+from nostall._storage.objects.client import Content
+from nostall._storage.port import ABSENT, Conflict, Stat, Version, version_of
+from nostall.errors import OptionError
+
+_log = logging.getLogger("nostall")
+
+PROTOCOLS = ("s3", "gs", "az")
+_CLIENT_OPTIONS = {"connect_timeout": "10s", "timeout": "60s", "allow_http": True}
+"""Of each request. An address that begins with ``http://`` is always a user's own."""
+_ATTEMPTS = 4
+_RETRIES = {"max_retries": _ATTEMPTS - 1, "retry_timeout": timedelta(minutes=4)}
+_CONFLICT_PAUSE_S = 0.2
+"""Before the second attempt, doubled before each further one."""
+_PIECE_NBYTES = 1 << 20
+"""Of an answer, which is copied to its place while the rest arrives."""
+
+
+class ObstoreClient:
+    """One bucket; a :class:`~nostall._storage.objects.client.Client`.
+
+    Args:
+        bucket: Its address, such as ``s3://bucket``.
+        options: What a user passes to obstore.
+    """
+
+    def __init__(self, bucket: str, options: Mapping[str, Any]) -> None:
+        self._bucket = bucket
+        self._store = _store(bucket, options)
+
+    def put(self, key: str, content: Content, *, expected: Version | None) -> None:
+        mode: Any = "overwrite"
+        if expected is not None:
+            mode = "create" if expected == ABSENT else _update_of(expected)
+        try:
+            self._put(key, content, mode)
+        except OSError as error:
+            if error.errno != errno.ENOTSUP or not isinstance(mode, dict):
+                raise
+            # OpenStack Swift: it knows "if absent" only. Compared here, with a gap before the put.
+            _tell_of_the_gap(self._bucket)
+            if version_of(self.stat, key) != expected:
+                raise Conflict(self._where(key)) from error
+            self._put(key, content, "overwrite")
+
+    def _put(self, key: str, content: Content, mode: Any) -> None:
+        import obstore
+
+        for attempt in range(_ATTEMPTS):
+            try:
+                with _errors_at(self._where(key)):
+                    pieces: Any = iter(content)
+                    obstore.put(self._store, key, pieces, mode=mode, use_multipart=False)
+            except OSError as error:  # obstore does not always repeat what meets another request
+                if error.errno != errno.EBUSY or attempt == _ATTEMPTS - 1:
+                    raise
+                time.sleep(_CONFLICT_PAUSE_S * 2**attempt)
+            else:
+                return
+
+    def upload(self, key: str, nbytes: int, part_nbytes: int, parts: Iterator[memoryview]) -> None:
+        import obstore
+
+        del nbytes
+        with _errors_at(self._where(key)):
+            obstore.put(self._store, key, parts, use_multipart=True, chunk_size=part_nbytes)
+
+    def read_into(self, key: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
+        import obstore
+
+        asked = offset, offset + sum(map(len, memories))
+        options: Any = {"if_match": _update_of(stat.version)["e_tag"]}
+        if asked != (0, stat.nbytes):  # otherwise no range: some stores always send all
+            options["range"] = asked
+        with _errors_at(self._where(key)):
+            got = obstore.get(self._store, key, options=options)
+            if got.range != asked:
+                what = "the store was asked for bytes {}-{}, and sent {}-{}"
+                raise OSError(errno.EREMOTEIO, what.format(*asked, *got.range), self._where(key))
+            _fill(memories, got.stream(min_chunk_size=_PIECE_NBYTES), self._where(key))
+
+    def stat(self, key: str) -> Stat:
+        import obstore
+
+        with _errors_at(self._where(key)):
+            found = obstore.head(self._store, key)
+        if not found["e_tag"]:  # a proxy's page
+            what = "the answer is not one of an object store: it has no ETag"
+            raise OSError(errno.EREMOTEIO, what, self._where(key))
+        modified_s = found["last_modified"].timestamp()
+        version = f"{found['e_tag']}\n{found['version'] or ''}"
+        return Stat(found["size"], Version(version), modified_s, modified_s)
+
+    def list(self, prefix: str) -> list[str]:
+        import obstore
+
+        with _errors_at(self._where(prefix)):
+            found = obstore.list_with_delimiter(self._store, prefix or None)
+        keys = [*(each["path"] for each in found["objects"]), *found["common_prefixes"]]
+        if not keys:  # obstore takes any page for an empty list, and a proxy's has everything
+            with suppress(FileNotFoundError):
+                self.stat(f"{prefix}.metadata")
+        return [key[len(prefix) :] for key in keys if len(key) > len(prefix)]
+
+    def remove(self, keys: Collection[str]) -> None:
+        import obstore
+
+        try:
+            with _errors_at(self._where(next(iter(keys), ""))):
+                obstore.delete(self._store, list(keys))
+        except FileNotFoundError:  # not of S3; others may not be removed yet
+            for key in keys if len(keys) > 1 else ():
+                self.remove([key])
+
+    def _where(self, key: str) -> str:
+        return f"{self._bucket}/{key}"
+
+
+def _update_of(version: Version) -> dict[str, str]:
+    """What obstore needs to compare a version."""
+    e_tag, _, number = version.partition("\n")
+    return {"e_tag": e_tag, "version": number} if number else {"e_tag": e_tag}
+
+
+def _fill(memories: Sequence[memoryview], answer: Iterator[Any], where: str) -> None:
+    """Copy an answer to memory, and require that it has exactly as many bytes."""
+    left = list(memories)
+    for each in answer:
+        piece = memoryview(each)
+        while piece and left:
+            count = min(len(piece), len(left[0]))
+            left[0][:count], piece, left[0] = piece[:count], piece[count:], left[0][count:]
+            if not left[0]:
+                del left[0]
+        if piece:
+            raise OSError(errno.EREMOTEIO, "the answer is too long", where)
+    if any(left):
+        raise OSError(errno.EIO, "the answer is too short", where)
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+_CODES = {
+    "ExpiredToken": errno.EACCES,
+    "QuotaExceeded": errno.EDQUOT,
+    "EntityTooLarge": errno.EFBIG,
+    "BadDigest": errno.EIO,
+    "RequestTimeout": errno.ETIMEDOUT,
+}
+_STATUSES = {
+    400: errno.EINVAL,
+    404: errno.ENOENT,
+    408: errno.ETIMEDOUT,
+    409: errno.EBUSY,  # with another request for the key: perhaps an earlier attempt of this one
+    411: errno.EINVAL,
+    429: errno.EAGAIN,
+    501: errno.ENOTSUP,
+    503: errno.EAGAIN,
+}
+_HINTS = {
+    "RequestTimeTooSkewed": "set the clock of this machine",
+    "AuthorizationHeaderMalformed": "set the region of the bucket, as in AWS_REGION",
+    "PermanentRedirect": "set the region of the bucket, as in AWS_REGION",
+}
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+
+
+@contextmanager
+def _errors_at(where: str) -> Iterator[None]:
+    """Errors of obstore as those of storage.
+
+    They have no attributes: the status and code of an answer are in their text only.
+    """
+    from obstore import exceptions
+
+    try:
+        yield
+    except exceptions.BaseError as error:
+        raise _as_of_storage(error, where) from error
+    except FileNotFoundError as error:  # obstore's own, without errno
+        if error.errno is not None:
+            raise
+        raise OSError(errno.ENOENT, _said(str(error)), where) from error
+
+
+def _as_of_storage(error: Exception, where: str) -> OSError:
+    from obstore import exceptions
+
+    text = str(error)
+    status = int(found[1]) if (found := _STATUS.search(text)) else 0
+    code = found[1] if (found := _CODE.search(text)) else ""
+    is_refused = isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError)
+    if is_refused and status != 409:
+        return Conflict(where)
+    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
+        number = errno.EACCES
+    else:
+        number = _CODES.get(code) or _STATUSES.get(status, errno.EREMOTEIO)
+    hint = f"; {_HINTS[code]}" if code in _HINTS else ""
+    return OSError(number, f"{_said(text)}{hint}", where)
+
+
+def _said(text: str) -> str:
+    """What a store has said, or obstore of it, without what obstore prints for its developers."""
+    message, code = _MESSAGE.search(text), _CODE.search(text)
+    if message and code:
+        return f"{message[1]} ({code[1]})"
+    return f"{text.partition(chr(10))[0]:.500}"
+
+
+# --- stores -----------------------------------------------------------------------------------
+
+
+def require_client(protocol: str) -> None:
+    """Require that obstore is installed.
+
+    Raises:
+        OptionError: It is not.
+    """
+    try:
+        import obstore  # noqa: F401  # a second import is free
+    except ImportError as error:
+        raise OptionError(
+            f"addresses that begin with {protocol}:// need the package obstore",
+            hint="pip install 'nostall[objects]'",
+        ) from error
+
+
+@lru_cache
+def _tell_of_the_gap(bucket: str) -> None:
+    """Log it, once per process and bucket."""
+    _log.warning(
+        "the store cannot replace an object on a condition: if two jobs save to one address at the "
+        "same time, the later commit may win without an error: bucket=%s",
+        bucket,
+    )
+
+
+def _store(bucket: str, options: Mapping[str, Any]) -> Any:
+    """The client of a bucket; it keeps its connections."""
+    from obstore.store import from_url
+
+    client_options = {**_CLIENT_OPTIONS, **options.get("client_options", {})}
+    return from_url(
+        bucket,
+        **{"retry_config": _RETRIES, **options, "client_options": client_options},
+    )
