@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from threading import Lock
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 
@@ -35,6 +35,7 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         threads: The same.
         process_group: The same.
         progress: The same.
+        storage_options: The same.
     """
 
     _cache: ClassVar[OrderedDict[str, tuple[Version, Description]]] = OrderedDict()
@@ -49,9 +50,15 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         threads: int = 4,
         process_group: dist.ProcessGroup | None = None,
         progress: Callable[[int, int], object] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(
-            path, verify=verify, threads=threads, process_group=process_group, progress=progress
+            path,
+            verify=verify,
+            threads=threads,
+            process_group=process_group,
+            progress=progress,
+            storage_options=storage_options,
         )
         self._cache_metadata = cache_metadata
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,6 +112,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         exclusive: No other job saves to ``path`` while this one does. Files that a job has left
             which was killed are removed by the next commit, and not only when they are too old to
             be of a save under way (an hour or more, see ``EngineOptions.save_timeout_s``).
+        storage_options: What obstore's ``from_url`` is given for the bucket of ``path``, such as
+            ``{"region": "eu-west-1"}``, by this process from now on and by those that it starts.
 
     The first nine are those of ``torch.distributed.checkpoint.FileSystemWriter``, in its order;
     the others are keyword-only.
@@ -150,6 +152,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
             exclusive: bool = False,
+            storage_options: Mapping[str, Any] | None = None,
         ) -> None: ...
 
     else:
@@ -169,9 +172,10 @@ class FileSystemWriterAsync(FileSystemWriter):
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
             exclusive: bool = False,
+            storage_options: Mapping[str, Any] | None = None,
             **kwargs: Any,
         ) -> None:
-            place = place_of(path)
+            place = place_of(path, storage_options)
             if local_staging_dir is not None:
                 local_staging_dir = local_tier_of(local_staging_dir)
             super().__init__(path, *args, **kwargs)

@@ -80,6 +80,7 @@ class FileSystemReader(dcp.FileSystemReader):
             rank reads what it needs. Give it to the readers of all ranks, or of none.
         progress: Called during a load with bytes read and bytes to read by this rank, from any
             thread; an error of its ends the load. :func:`nostall.status` shows the same.
+        storage_options: As of :class:`nostall.FileSystemWriterAsync`.
 
     Raises:
         OptionError: An argument is not possible, or the client of an object store is missing.
@@ -93,8 +94,9 @@ class FileSystemReader(dcp.FileSystemReader):
         threads: int = 4,
         process_group: dist.ProcessGroup | None = None,
         progress: Callable[[int, int], object] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        place_of(path)  # refuses what cannot be one
+        place_of(path, storage_options)  # refuses what cannot be one
         if verify not in ("none", "crc"):
             raise OptionError(f"verify={verify!r} is not possible", hint='use "none" or "crc"')
         super().__init__(path)

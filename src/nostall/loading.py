@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def load(
     read_once: bool = False,
     progress: Callable[[int, int], object] | None = None,
     use_collectives: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadStats:
     """Load a checkpoint of nostall or stock DCP into a state, as ``dcp.load`` does, but faster.
 
@@ -77,6 +78,7 @@ def load(
         use_collectives: ``False`` for a checkpoint that each rank has saved alone, with
             ``use_collectives=False``: each rank loads its own part, without communication. Its
             number is that in ``process_group``, or in the default group.
+        storage_options: As of :class:`nostall.FileSystemWriterAsync`.
 
     Returns:
         What was loaded.
@@ -112,7 +114,7 @@ def load(
     if read_once and not use_collectives:
         raise OptionError("read_once=True needs use_collectives=True")
     reader = _Reader(
-        identity(place_of(path) if is_address(path) else where),
+        identity(place_of(path, storage_options) if is_address(path) else where),
         verify=verify,
         threads=threads,
         process_group=process_group if read_once else None,

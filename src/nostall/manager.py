@@ -124,6 +124,7 @@ class CheckpointManager:
         on_error: ``"warn"`` logs the error of a failed save as a warning, where ``"raise"`` raises
             it from the next call of the manager. A handle's :meth:`SaveHandle.result` raises it
             in both cases.
+        storage_options: As of :class:`nostall.FileSystemWriterAsync`, for all of the manager.
 
     Raises:
         OptionError: An argument is not possible; or ``root`` is a step, or is, or is below, a
@@ -143,13 +144,14 @@ class CheckpointManager:
         writer: Callable[[str], FileSystemWriterAsync] = FileSystemWriterAsync,
         alone: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         require_members(process_group, 0)
         require_writer(writer)
         policies = policies_of(keep)
         self._save_every = interval_of(save_every)
         self._better = better_of(policies, metrics or {})
-        self._steps = StepDirectories(root_of(root), parts_of(parts))
+        self._steps = StepDirectories(root_of(root, storage_options), parts_of(parts))
         self._steps.look(self._require_root_of_steps)
         self._records = Records(self._steps)
         self._lock = RootLock(self._steps.root)

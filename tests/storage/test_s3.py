@@ -270,6 +270,86 @@ def test_the_program_of_the_page_runs(s3: S3Server, bucket: str) -> None:
     assert (s3.keys(bucket), s3.unfinished(bucket)) == ([], [])
 
 
+# --- options ----------------------------------------------------------------------------------
+
+
+def test_options_reach_the_client_in_every_process(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a writer, a reader and a manager; nothing is in the environment."""
+    options = {
+        "endpoint": s3.endpoint,
+        "region": "us-east-1",
+        "access_key_id": os.environ["AWS_ACCESS_KEY_ID"],
+        "secret_access_key": os.environ["AWS_SECRET_ACCESS_KEY"],
+    }
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    url = f"s3://{bucket}/run/step-000000001"
+    writer = FileSystemWriterAsync(url, storage_options=options)
+    dcp.async_save(state_of(1), storage_writer=writer, no_dist=True).result()
+    target = state_of(5)
+    nostall.load(target, url, storage_options=options)
+    assert target["step"] == 1
+    reader = nostall.FileSystemReader(url, storage_options=options)
+    dcp.load(state_of(5), storage_reader=reader, no_dist=True)
+    with nostall.CheckpointManager(f"s3://{bucket}/run", storage_options=options) as manager:
+        assert manager.latest_step() == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "why"),
+    [
+        ("s3://bucket/key", {"regoin": "us-east-1"}, "regoin"),
+        ("s3://bucket/key", {"client_options": {"timeout": 5}}, "instance of 'str'"),
+        ("s3://bucket/key", {"credential_provider": print}, "not JSON serializable"),
+        ("az://container/key", {"region": "us-east-1"}, "region"),
+        ("some/where", {"region": "us-east-1"}, "are for s3://"),
+    ],
+)
+def test_wrong_options_are_refused(path: str, options: dict[str, Any], why: str) -> None:
+    """Where the writer is made."""
+    with pytest.raises(OptionError, match=why):
+        FileSystemWriterAsync(path, storage_options=options)
+
+
+def test_a_fork_of_a_process_that_has_used_a_store_is_told_so(bucket: str, tmp_path: Path) -> None:
+    """It has none of the client's threads, and would wait for ever."""
+    code = """
+import os, sys, nostall
+from nostall.errors import OptionError
+assert nostall.latest_complete(sys.argv[1]) is None
+child = os.fork()
+if not child:
+    try:
+        nostall.latest_complete(sys.argv[1])
+    except OptionError as error:
+        os._exit(7 if "forked" in str(error) else 1)
+    os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+"""
+    (tmp_path / "fork.py").write_text(code)
+    done = run_script(str(tmp_path / "fork.py"), f"s3://{bucket}/run", cwd=tmp_path, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        ({"status": 403, "code": "RequestTimeTooSkewed"}, "clock"),
+        ({"status": 400, "code": "AuthorizationHeaderMalformed"}, "region"),
+        ({"status": 301, "code": "PermanentRedirect"}, "region"),
+    ],
+)
+def test_a_wrong_clock_or_region_is_named(
+    s3: S3Server, url: str, answer: dict[str, Any], hint: str
+) -> None:
+    """With the next step."""
+    s3.inject({"method": "PUT", "do": "answer", **answer, "times": 1000})
+    with pytest.raises(CheckpointException, match=hint):
+        save(url, 1)
+
+
 # --- faults -----------------------------------------------------------------------------------
 
 

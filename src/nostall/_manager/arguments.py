@@ -15,14 +15,14 @@ from nostall.errors import OptionError
 from nostall.options import require_integer
 
 
-def root_of(root: str | os.PathLike[str]) -> str:
+def root_of(root: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> str:
     """The place of a root; ``~`` at its beginning is the home directory.
 
     Raises:
         OptionError: As :func:`place_of`.
     """
     require_possible(root)
-    return place_of(os.path.expanduser(root))
+    return place_of(os.path.expanduser(root), storage_options)
 
 
 def require_writer(writer: object) -> None:

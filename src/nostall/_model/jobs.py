@@ -159,5 +159,7 @@ class WriteJob(NamedTuple):
     """Pickle of the user's ``open_file`` and stream extensions; ``None`` if there are none."""
     sys_path: tuple[str, ...] = ()
     """Import path of the user's callables, or of an object store's client; empty without them."""
+    storage_options: str = "{}"
+    """What the user passes to the client of the directory's bucket, as JSON."""
     faults: tuple[dict[str, Any], ...] = ()
     """Faults to inject, see ``nostall._writer.faults``."""

@@ -28,7 +28,7 @@ from nostall._ranks.failures import failure_of
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
 from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import remove_in_time
-from nostall._storage.places import is_address
+from nostall._storage.places import is_address, storage_options_of
 from nostall._storage.streams import StreamTarget
 from nostall._writer.child import import_paths
 from nostall._writer.files import perform
@@ -222,6 +222,7 @@ def jobs(
             checksum_files=container_settings()[0],
             stream=stream,
             sys_path=tuple(import_paths()) if needs_packages else (),
+            storage_options=storage_options_of(settings.directory),
             faults=target.faults,
         )
         for number, files in enumerate(shares)

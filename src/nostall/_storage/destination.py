@@ -5,11 +5,19 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from nostall._storage.deadlines import in_time
-from nostall._storage.places import is_address, may_have, normal, resolved, storage_at
+from nostall._storage.places import (
+    is_address,
+    may_have,
+    normal,
+    resolved,
+    set_storage_options,
+    storage_at,
+)
 from nostall._storage.port import Storage
 from nostall.errors import CheckpointExistsError, OptionError, WriteError
 from nostall.options import EngineOptions
@@ -42,8 +50,12 @@ def require_possible(path: str | os.PathLike[str]) -> None:
         )
 
 
-def place_of(path: str | os.PathLike[str]) -> str:
+def place_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> str:
     """The place that a user names: an absolute path, or an address.
+
+    Args:
+        path: What the user names.
+        storage_options: Options for the client of its bucket, from now on.
 
     Raises:
         OptionError: It cannot name a checkpoint, :func:`absolute` raises it, or the client of the
@@ -57,9 +69,9 @@ def place_of(path: str | os.PathLike[str]) -> str:
             raise OptionError(
                 "the address of a directory has three slashes", path=str(path), hint="file:///path"
             )
-    if not is_address(text):
-        return str(absolute(text))
-    return resolved(normal(text))
+    place = resolved(normal(text)) if is_address(text) else str(absolute(text))
+    set_storage_options(place, storage_options)
+    return place
 
 
 def is_place(path: object) -> bool:

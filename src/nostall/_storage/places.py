@@ -6,9 +6,11 @@ slash separates names.
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from nostall._storage import posix
 from nostall._storage.port import Storage
@@ -17,6 +19,11 @@ from nostall.errors import OptionError
 
 if TYPE_CHECKING:
     from nostall._storage.objects.object_storage import ObjectStorage
+
+_NO_OPTIONS = "{}"
+_options: dict[str, str] = {}
+"""What users pass to the clients of buckets, as JSON. A later one replaces an earlier one, as with
+environment variables; each process that saves or promotes gets them with its jobs."""
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
@@ -68,6 +75,50 @@ def resolved(address: str) -> str:
     return address
 
 
+def set_storage_options(place: str, options: Mapping[str, Any] | None) -> None:
+    """Use options for the bucket of a place, in all of this process; ``None`` leaves it as it is.
+
+    Raises:
+        OptionError: The place has no client that takes them, or the client refuses them.
+    """
+    if options is None:
+        return
+    if not is_address(place) or place.startswith("msc://"):
+        raise OptionError(
+            "storage_options are for s3://, gs:// and az://",
+            path=place,
+            hint="leave them out; profiles of msc:// are in its own configuration",
+        )
+    from nostall._storage.objects import over_obstore
+
+    try:
+        plain = json.dumps(dict(options))
+    except (TypeError, ValueError) as error:
+        raise OptionError(
+            f"storage_options must be texts, numbers and dictionaries of these: {error}",
+            hint="the writer process gets them, too; objects such as credential providers cannot"
+            " be sent",
+        ) from error
+    over_obstore.store_of(bucket_of(place), plain)
+    _options[bucket_of(place)] = plain
+
+
+def storage_options_of(place: str) -> str:
+    """The options for a place, as JSON, for :func:`take_storage_options` in another process."""
+    return _options.get(bucket_of(place), _NO_OPTIONS)
+
+
+def take_storage_options(place: str, plain: str) -> None:
+    """Use the options of the process that has sent a job."""
+    if plain != _NO_OPTIONS:
+        _options[bucket_of(place)] = plain
+
+
+def bucket_of(place: str) -> str:
+    """The address of a place's bucket."""
+    return "/".join(place.split("/")[:3])
+
+
 def storage_at(place: str, *, sync: bool = True, direct: bool = False) -> Storage:
     """The storage of a place; touches nothing.
 
@@ -97,8 +148,8 @@ def object_storage_at(place: str) -> ObjectStorage:
         return ObjectStorage(place, f"{key}/" if key else "", MscClient(f"msc://{profile}"))
     from nostall._storage.objects.over_obstore import ObstoreClient
 
-    bucket, _, key = rest.partition("/")
-    client = ObstoreClient(f"{protocol}://{bucket}", {})
+    key = rest.partition("/")[2]
+    client = ObstoreClient(bucket_of(place), storage_options_of(place))
     return ObjectStorage(place, f"{key}/" if key else "", client)
 
 

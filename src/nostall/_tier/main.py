@@ -16,6 +16,7 @@ from functools import partial
 
 from nostall._model.checksum import use_fastest_from
 from nostall._model.jobs import Failure
+from nostall._storage.places import take_storage_options
 from nostall._tier.copying import Refused, Unpromotable
 from nostall._tier.promoting import Existing, NotYet, Promote, Promoting, promote
 from nostall._writer.messages import Answer, Message, send
@@ -88,6 +89,7 @@ class _Promoter:
         failure: Failure | None = None
         try:
             make_importable(sys_path)
+            take_storage_options(job.destination, job.storage_options)
             promote(job, partial(self._send_progress, name))
         except (Existing, Unpromotable) as error:
             failure = error.failure

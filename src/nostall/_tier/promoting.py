@@ -65,6 +65,7 @@ class PromotionJob(Copying):
 
     record: str
     """``.metadata``, or the name of a part's record."""
+    storage_options: str = "{}"
 
 
 class Promote(NamedTuple):

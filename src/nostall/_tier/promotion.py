@@ -14,7 +14,7 @@ from nostall._model.interrupts import is_done, on_done, result_of, uninterruptib
 from nostall._model.jobs import Failure, RankFailed
 from nostall._model.names import METADATA_NAME
 from nostall._ranks.failures import error_of
-from nostall._storage.places import is_address
+from nostall._storage.places import is_address, storage_options_of
 from nostall._tier.promoting import Promote, Promoting, PromotionJob
 from nostall._writer.child import ChildProcess, bare_arguments, import_paths
 from nostall._writer.messages import Message
@@ -186,6 +186,7 @@ class PromotingProcess(ChildProcess[Failure | None]):
             io_threads=min(_IO_THREADS, self._options.io_threads or _IO_THREADS),
             chunk_nbytes=self._options.chunk_nbytes,
             retries=self._options.write_retries,
+            storage_options=storage_options_of(promotion.path),
         )
         message = Promote(job, work, import_paths() if is_address(promotion.path) else ())
         outcome = self._ask(job, lambda failure: failure, [(message, ())])

@@ -19,7 +19,7 @@ from nostall._model.jobs import (
     RankWritten,
     WriteJob,
 )
-from nostall._storage.places import is_address, storage_at
+from nostall._storage.places import is_address, storage_at, take_storage_options
 from nostall._storage.port import Files, require_file
 from nostall._storage.streams import StreamTarget
 from nostall._storage.unused_files import remove_unnamed
@@ -61,6 +61,7 @@ def perform(
         at.wrote(0)
         faults = Faults(job.faults)
         faults.at("start")
+        take_storage_options(job.directory, job.storage_options)
         storage = storage_at(job.directory, sync=job.sync_files, direct=job.direct)
         storage.make_place()
         if streams:

@@ -9,10 +9,12 @@ that is killed leaves one, which a lifecycle rule has to remove.
 from __future__ import annotations
 
 import errno
+import json
 import logging
+import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
@@ -40,12 +42,22 @@ class ObstoreClient:
 
     Args:
         bucket: Its address, such as ``s3://bucket``.
-        options: What a user passes to obstore.
+        options: What a user passes to obstore, as JSON.
+
+    Raises:
+        OptionError: obstore refuses the options, or does not work in this process.
     """
 
-    def __init__(self, bucket: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, bucket: str, options: str) -> None:
+        if _first_process() != os.getpid():
+            raise OptionError(
+                "this process was forked from one that has used an object store, whose client would"
+                " hang here",
+                path=bucket,
+                hint='start processes by "spawn", or before the first use of a store',
+            )
         self._bucket = bucket
-        self._store = _store(bucket, options)
+        self._store = store_of(bucket, options)
 
     def put(self, key: str, content: Content, *, expected: Version | None) -> None:
         mode: Any = "overwrite"
@@ -257,12 +269,35 @@ def _tell_of_the_gap(bucket: str) -> None:
     )
 
 
-def _store(bucket: str, options: Mapping[str, Any]) -> Any:
-    """The client of a bucket; it keeps its connections."""
+@lru_cache(maxsize=1)
+def _first_process() -> int:
+    """The process that was the first to use a store; its forks have none of obstore's threads."""
+    return os.getpid()
+
+
+@lru_cache(maxsize=32)
+def store_of(bucket: str, options: str) -> Any:
+    """The client of a bucket, which keeps its connections.
+
+    Args:
+        bucket: Its address.
+        options: What a user passes to obstore, as JSON.
+
+    Raises:
+        OptionError: obstore refuses the options.
+    """
+    from obstore import exceptions
     from obstore.store import from_url
 
-    client_options = {**_CLIENT_OPTIONS, **options.get("client_options", {})}
-    return from_url(
-        bucket,
-        **{"retry_config": _RETRIES, **options, "client_options": client_options},
-    )
+    given = json.loads(options)
+    client_options = {**_CLIENT_OPTIONS, **given.pop("client_options", {})}
+    try:
+        return from_url(
+            bucket, **{"retry_config": _RETRIES, **given}, client_options=client_options
+        )
+    except (exceptions.BaseError, TypeError, ValueError) as error:
+        raise OptionError(
+            f"obstore does not accept the address or an option: {_said(str(error))}",
+            path=bucket,
+            hint="look at storage_options, and at the environment variables of the store",
+        ) from error
