@@ -287,7 +287,8 @@ def test_options_reach_the_client_in_every_process(
         monkeypatch.delenv(name)
     url = f"s3://{bucket}/run/step-000000001"
     writer = FileSystemWriterAsync(url, storage_options=options)
-    dcp.async_save(state_of(1), storage_writer=writer, no_dist=True).result()
+    saving: Any = dcp.async_save(state_of(1), storage_writer=writer, no_dist=True)
+    saving.result()
     target = state_of(5)
     nostall.load(target, url, storage_options=options)
     assert target["step"] == 1

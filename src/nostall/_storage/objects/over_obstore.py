@@ -172,6 +172,9 @@ def _fill(memories: Sequence[memoryview], answer: Iterator[Any], where: str) -> 
 # --- errors -----------------------------------------------------------------------------------
 
 _CODES = {
+    # With another request for the key: perhaps an earlier attempt of this one.
+    "ConditionalRequestConflict": errno.EBUSY,
+    "OperationAborted": errno.EBUSY,
     "ExpiredToken": errno.EACCES,
     "QuotaExceeded": errno.EDQUOT,
     "EntityTooLarge": errno.EFBIG,
@@ -182,7 +185,6 @@ _STATUSES = {
     400: errno.EINVAL,
     404: errno.ENOENT,
     408: errno.ETIMEDOUT,
-    409: errno.EBUSY,  # with another request for the key: perhaps an earlier attempt of this one
     411: errno.EINVAL,
     429: errno.EAGAIN,
     501: errno.ENOTSUP,
@@ -195,7 +197,7 @@ _HINTS = {
 }
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
-_MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
+_MESSAGE = re.compile(r"<Message>([^<\n]*)")
 
 
 @contextmanager
@@ -223,7 +225,7 @@ def _as_of_storage(error: Exception, where: str) -> OSError:
     status = int(found[1]) if (found := _STATUS.search(text)) else 0
     code = found[1] if (found := _CODE.search(text)) else ""
     is_refused = isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError)
-    if is_refused and status != 409:
+    if is_refused and _CODES.get(code) != errno.EBUSY:
         return Conflict(where)
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         number = errno.EACCES
@@ -292,9 +294,8 @@ def store_of(bucket: str, options: str) -> Any:
     given = json.loads(options)
     client_options = {**_CLIENT_OPTIONS, **given.pop("client_options", {})}
     try:
-        return from_url(
-            bucket, **{"retry_config": _RETRIES, **given}, client_options=client_options
-        )
+        options_of: Any = {"retry_config": _RETRIES, **given, "client_options": client_options}
+        return from_url(bucket, **options_of)
     except (exceptions.BaseError, TypeError, ValueError) as error:
         raise OptionError(
             f"obstore does not accept the address or an option: {_said(str(error))}",
