@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -23,21 +23,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from typing_extensions import Self
 
 from nostall._engine import default_engine
-from nostall._manager.arguments import (
-    better_of,
-    interval_of,
-    numbers_of,
-    parts_of,
-    policies_of,
-    require_group,
-    require_writer,
-    root_of,
-)
-from nostall._manager.choosing import agreed, choose_step, choose_verified
+from nostall._manager.choosing import agreed, choose_step
 from nostall._manager.contents import About, PerRank, capture, require_state
-from nostall._manager.handles import SaveHandle
 from nostall._manager.lock import RootLock
-from nostall._manager.pending import FailingPlanner, PendingSaves
 from nostall._manager.policies import (
     Better,
     KeepBest,
@@ -46,18 +34,19 @@ from nostall._manager.policies import (
     Policy,
     StepRecord,
     best_first,
+    better_of,
+    policies_of,
 )
 from nostall._manager.restoring import Restoration
 from nostall._manager.retention import Records, Retention
-from nostall._manager.stand_ins import Unavailable
-from nostall._manager.steps import StepDirectories
+from nostall._manager.saves import FailingPlanner, PendingSaves, SaveHandle
+from nostall._manager.steps import StepDirectories, step_of
 from nostall._queue.finalizing import together
 from nostall._ranks.group import Coordination, coordination_for, require_members, require_numpy
-from nostall._storage.destination import require_directory
+from nostall._storage.destination import place_of, require_directory, require_possible
 from nostall.errors import NostallError, OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import require_integer
-from nostall.state_dict_saver import CheckpointMetadataCache
 
 __all__ = [
     "CheckpointManager",
@@ -86,7 +75,7 @@ class Restored:
     metrics: Mapping[str, float]
     state: MutableMapping[str, Any] = field(repr=False)
     """The state that was passed, with the restored values."""
-    _extra: object
+    _extra: Callable[[], Any] = field(repr=False)
 
     @property
     def extra(self) -> Any:
@@ -95,9 +84,7 @@ class Restored:
         Raises:
             OptionError: It needs a class that this program cannot import.
         """
-        if isinstance(self._extra, Unavailable):
-            raise self._extra.why
-        return self._extra
+        return self._extra()
 
 
 class CheckpointManager:
@@ -113,8 +100,6 @@ class CheckpointManager:
         save_every: Steps, or a time, between two saves, for :meth:`should_save`.
         metrics: Which value of a metric is better, ``"min"`` or ``"max"``, for :meth:`best_step`;
             in addition to those of ``KeepBest`` policies.
-        parts: Keys of the state that get a checkpoint of their own, ``step-000000100/<key>``.
-            Everything else goes to the last part. A step is committed when all its parts are.
         process_group: The ranks that save together; the default group if ``None``.
         writer: Makes the writer of a directory, such as
             ``partial(FileSystemWriterAsync, thread_count=4)``.
@@ -139,7 +124,6 @@ class CheckpointManager:
         keep: Policy | Iterable[Policy] | None = None,
         save_every: int | timedelta | None = None,
         metrics: Mapping[str, Better] | None = None,
-        parts: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
         writer: Callable[[str], FileSystemWriterAsync] = FileSystemWriterAsync,
         alone: bool = False,
@@ -147,11 +131,17 @@ class CheckpointManager:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         require_members(process_group, 0)
-        require_writer(writer)
+        if not callable(writer):
+            raise OptionError(
+                f"writer={writer!r:.200} cannot be called",
+                hint="pass what makes the writer of a directory, such as"
+                " partial(FileSystemWriterAsync, thread_count=4)",
+            )
         policies = policies_of(keep)
-        self._save_every = interval_of(save_every)
+        self._save_every = _interval_of(save_every)
         self._better = better_of(policies, metrics or {})
-        self._steps = StepDirectories(root_of(root, storage_options), parts_of(parts))
+        require_possible(root)
+        self._steps = StepDirectories(place_of(os.path.expanduser(root), storage_options))
         self._steps.look(self._require_root_of_steps)
         self._records = Records(self._steps)
         self._lock = RootLock(self._steps.root)
@@ -159,20 +149,20 @@ class CheckpointManager:
         self._is_alone = alone
         self._is_closed = False
         self._make_writer = writer
-        self._caches = [CheckpointMetadataCache() for _ in range(self._steps.count)]
         self._pending = PendingSaves(process_group, self._on_commit, on_error)
-        self._retention = Retention(self._steps, policies, lambda: self._pending.activity)
-        self._has_root = False
-        """Whether rank 0 has locked the root, as all ranks know."""
+        self._retention = Retention(
+            self._steps, self._records, policies, lambda: self._pending.activity
+        )
         self._highest: int | None = None
-        """The highest step that has a directory, known alike on all ranks; ``None`` before the
-        first save."""
+        """The highest step that has a directory, as all ranks know; ``None`` before the lock."""
         self._saved_at_s = time.monotonic()
         """When the last save began, or the manager was made; for a time as ``save_every``."""
 
     def _require_root_of_steps(self) -> None:
         require_directory(self._steps.root)
-        if self._steps.is_at_a_step:
+        parent, name = os.path.split(self._steps.root)
+        step = step_of(name)
+        if step is not None and StepDirectories(parent).committed_at_s(step) is not None:
             raise OptionError(
                 "the root is a step itself, as its name and its checkpoint say",
                 path=self._steps.root,
@@ -191,15 +181,13 @@ class CheckpointManager:
             OptionError: The manager has no ``save_every``, or is closed; or another process of this
                 machine saves below the root.
         """
-        self._require_open()
-        self._require_group()
+        coordination = self._ranks(to_save=True)
         if self._save_every is None:
             raise OptionError("save_every was not given", hint="pass it, or decide in the loop")
-        self._require_root()
+        self._take_root(coordination)
         if isinstance(self._save_every, int):
             is_due = step > 0 and step % self._save_every == 0
         else:
-            coordination = self._coordination()
             is_time = time.monotonic() - self._saved_at_s >= self._save_every.total_seconds()
             is_due = coordination.maximum([int(is_time and coordination.is_coordinator)]) == [1]
         if not is_due:  # an error here would keep the caller from this save, which polls itself
@@ -216,8 +204,7 @@ class CheckpointManager:
         """Save a step in the background. Collective.
 
         When it returns, everything may be changed, tensors as ``staging`` of the writer says. A
-        step that is committed already is replaced at one instant; one in ``parts``, at an instant
-        each: after a crash between them it is not complete.
+        step that is committed already is replaced at one instant.
 
         Args:
             step: The number of finished steps, for example; 0 or more.
@@ -235,113 +222,75 @@ class CheckpointManager:
                 of this machine saves below the root.
             SaveTimeoutError: Storage does not answer rank 0; raised on every rank.
         """
-        self._require_open()
-        self._require_group()
+        coordination = self._ranks(to_save=True)
         step = require_integer("step", step, at_least=0)
+        begin = partial(self._begin_save, coordination, step, state, metrics or {}, extra)
         # Before anything is written. Several ranks learn of an error when they plan.
-        if self._coordination().world_size == 1:
-            self._validated_metrics(state, metrics)
+        if coordination.world_size == 1:
+            _validated(state, metrics or {})
         try:
             self.poll()
         except CheckpointException:  # of an earlier save, which costs this one nothing
-            self._begin_save(step, state, metrics, extra)
+            begin()
             raise
-        return self._begin_save(step, state, metrics, extra)
+        return begin()
 
     def _begin_save(
         self,
+        coordination: Coordination,
         step: int,
         state: Mapping[str, Any],
-        metrics: Mapping[str, float] | None,
+        metrics: Mapping[str, float],
         extra: object,
     ) -> SaveHandle:
-        self._enter(step)
-        paths = self._steps.checkpoints(step)
-        writers = [self._make_writer(path) for path in paths]
-        handle = SaveHandle(step, self._steps.path(step), writers, self._pending.wait)
-        planner, items = self._captured(state, step, metrics, extra)
-        with self._pending.reported():
-            self._pending.start(handle, writers, items, planner, self._caches)
+        highest = self._take_root(coordination)
+        # Other ranks may write as soon as they enter a save. So one of a step that may have a
+        # directory waits until rank 0 removes nothing; the others need no communication.
+        if step <= highest:
+            agreed(coordination, partial(self._before_replacing, step))
+        self._highest = max(highest, step)
+        path = self._steps.path(step)
+        writer = self._make_writer(path)
+        items: dict[str, Any] = {}
+        planner = DefaultSavePlanner()
+        try:
+            items = capture(state, step, _validated(state, metrics), extra, coordination.rank)
+        except Exception as error:  # also of users' objects; other ranks learn of it as they plan
+            planner = FailingPlanner(error)
+        handle = self._pending.start(step, writer, path, items, planner)
         self._saved_at_s = time.monotonic()
         return handle
 
-    def _require_root(self) -> None:
-        """Lock the root, once: nobody should train until the first save to learn that it is taken.
+    def _take_root(self, coordination: Coordination) -> int:
+        """Lock the root, once, and remove what a crash has left; the highest step. Collective.
 
-        Collective the first time.
+        Nobody should train until the first save to learn that another job has the root.
         """
-        if not self._has_root:
-            agreed(self._coordination(), self._take_root)
-            self._has_root = True
+        if self._highest is None:
+            self._highest = agreed(coordination, self._begin)
+        return self._highest
 
-    def _take_root(self) -> None:
-        """Lock the root; a predecessor that is about to end has some time for that."""
+    def _begin(self) -> int:
         deadline_s = time.monotonic() + _PREDECESSOR_S
         while True:
             try:
-                return self._steps.look(self._lock.take)
-            except OptionError:
+                self._steps.look(self._lock.take)
+                break
+            except OptionError:  # a predecessor that is about to end has some time for that
                 if time.monotonic() > deadline_s:
                     raise
             time.sleep(_LOOK_AGAIN_S)
-
-    def _enter(self, step: int) -> None:
-        """Before a save: nothing of an earlier save of the step is being removed. Collective.
-
-        Other ranks may write as soon as they enter a save. So a step that may have a directory
-        waits until rank 0 removes nothing; the others need no communication.
-        """
-        if self._highest is None:
-            self._highest = agreed(self._coordination(), partial(self._begin, step))
-        elif step <= self._highest:
-            agreed(self._coordination(), partial(self._before_replacing, step))
-        self._highest = max(self._highest, step)
-
-    def _begin(self, step: int) -> int:
-        """Before the first save: lock the root, remove what a crash has left; the highest step."""
-        self._take_root()
-        self._retention.tidy()
-        self._before_replacing(step)
+        self._retention.begin(self._steps.remove_unfinished)
+        self._wait_for_removal()
         return max(self._steps.look(self._steps.listed), default=-1)
 
     def _before_replacing(self, step: int) -> None:
-        """Wait until nothing is being removed; log if the step is there and will be replaced."""
         self._wait_for_removal()
-        with suppress(NostallError):  # the look is for the log only
-            present = self._steps.look(partial(self._steps.what_is_there, step))
-            if present is not None:
-                what = "step %d is saved again; it will replace the %s in %s"
-                _log.info(what, step, present, self.path(step))
-
-    def _validated_metrics(
-        self, state: Mapping[str, Any], metrics: Mapping[str, float] | None
-    ) -> dict[str, float]:
-        """The metrics as numbers, once they, the state, and a later restore are possible."""
-        require_numpy()  # before a job trains for what it could not restore
-        require_state(state, self._steps.parts)
-        return numbers_of(metrics or {})
-
-    def _captured(
-        self,
-        state: Mapping[str, Any],
-        step: int,
-        metrics: Mapping[str, float] | None,
-        extra: object,
-    ) -> tuple[Callable[[], DefaultSavePlanner], list[dict[str, Any]]]:
-        """The planner and the state dict of each part; after an error, a planner that raises it.
-
-        Other ranks are about to plan, and learn of the error there.
-        """
-        rank, parts = self._coordination().rank, self._steps.parts
-        try:
-            numbers = self._validated_metrics(state, metrics)
-            items = capture(state, step, numbers, extra, parts=parts, rank=rank)
-        except Exception as error:  # also of users' objects; raised on every rank
-            return partial(FailingPlanner, error), [{} for _ in self._caches]
-        return DefaultSavePlanner, items
+        if self._steps.look(partial(self._steps.committed_at_s, step)) is not None:
+            _log.info("step %d is saved again; it will replace %s", step, self.path(step))
 
     def _on_commit(self) -> None:
-        if self._coordination().is_coordinator:
+        if coordination_for(self._group).is_coordinator:
             self._retention.start()
 
     def _wait_for_removal(self) -> None:
@@ -357,12 +306,11 @@ class CheckpointManager:
             WriteError: Storage refused, or another process of this machine reads one of the steps.
             CheckpointException, SaveTimeoutError: As :meth:`wait`.
         """
-        self._require_open()
-        self._require_group()
+        coordination = self._ranks(to_save=True)
         step = require_integer("step", step, at_least=0)
         self._pending.wait(None)
-        self._require_root()
-        agreed(self._coordination(), partial(self._discard_after, step))
+        self._take_root(coordination)
+        agreed(coordination, partial(self._discard_after, step))
 
     def _discard_after(self, step: int) -> None:
         self._wait_for_removal()
@@ -396,7 +344,7 @@ class CheckpointManager:
         """
         self._pending.wait(timeout)
         if self._highest is not None and not self._is_closed:
-            agreed(self._coordination(), self._await_removal)
+            agreed(coordination_for(self._group), self._await_removal)
 
     def _await_removal(self) -> None:
         try:
@@ -480,7 +428,7 @@ class CheckpointManager:
                 f"metric={metric!r} is not one of {sorted(self._better)}",
                 hint='name it in metrics={"loss": "min"} of the manager',
             )
-        records = self._steps.look(partial(self._records.read, with_metrics=True))
+        records = self._steps.look(partial(self._records.read, with_files=True))
         return next(iter(best_first(records, metric, self._better[metric])), None)
 
     # --- restoring ----------------------------------------------------------------------------
@@ -496,82 +444,110 @@ class CheckpointManager:
         """Restore a step into a state, after waiting for pending saves. Collective.
 
         Objects get their state by ``load_state_dict``; tensors are loaded in place; other values
-        are replaced in ``state``. Pickles in the checkpoint are executed, as ``dcp.load`` does it.
-
-        No process on the machine of rank 0 removes the step meanwhile. If one on another machine
-        does, this is an error: values of several steps are never mixed. Reading the files of the
-        step has no deadline, as in ``dcp.load``.
+        are replaced in ``state``. Pickles in the checkpoint are executed, and reading its files has
+        no deadline, as in ``dcp.load``. No process on the machine of rank 0 removes the step
+        meanwhile. If one on another machine does, this is an error.
 
         Args:
             state: As for :meth:`save`; it may lack keys of the step. The state dict of an optimizer
                 in place of the optimizer is refused, as the optimizer would keep its old values.
-            step: The step; by default the highest complete one. Higher ones that are damaged are
+            step: The step; by default the highest one that can be restored. Higher ones are
                 skipped with a warning.
             rng: Whether to set the random number generators of Python, NumPy, torch and the current
                 accelerator to what they were on this rank.
-            verify: Whether rank 0 first reads all files of the step and compares every byte with
-                its checksum, as :func:`nostall.verify` does, while other ranks wait. Without it,
-                a step counts as undamaged if its manifest and metadata are, and its files have
-                their sizes; values are not compared with checksums when they are loaded.
+            verify: Whether rank 0 first compares every byte of the step with its checksum, as
+                :func:`nostall.verify` does, while other ranks wait. Without it, a step counts as
+                undamaged if its manifest and metadata are, and its files have their sizes.
 
         Returns:
             What was restored; ``None`` if there is no committed step to restore by default.
 
         Raises:
-            ReadError: The step does not exist or is not complete; or storage refuses to answer.
+            ReadError: The step is not committed; or storage refuses to answer.
             SaveTimeoutError: It does not answer rank 0 within ``EngineOptions.save_timeout_s``.
-            UnknownMetadataError: No step is known to be complete, and one is not understood.
-            DamagedCheckpointError: Another program saved the step; or ``verify`` finds that
-                ``step`` is damaged; or steps are committed, and all are damaged.
+            UnknownMetadataError: ``step``, or one of several of which none can be restored, is not
+                understood.
+            DamagedCheckpointError: ``step`` is damaged, holds another step than its name says, or
+                was saved by another program; or steps are committed, and this is true of all.
             CheckpointException: A rank could not read it, or its state does not fit the step.
             OptionError: The state of this rank does not fit the step: names or shapes differ, or an
-                object refuses what was saved. Tensors, and objects that come first in ``state``,
-                may hold values of the step then; generators do not. Or steps were saved with other
-                ``parts``; or a process group, or NumPy for it, is missing; or an argument is wrong.
+                object refuses what was saved; then what comes before it in ``state``, and tensors,
+                may hold values of the step. Or a process group, or NumPy for it, is missing.
         """
-        require_state(state, ())
+        require_state(state)
         step = None if step is None else require_integer("step", step, at_least=0)
-        self._require_group()
-        coordination = self._coordination()
+        coordination = self._ranks()
         self._pending.wait(None)
-        agreed(coordination, self._wait_for_removal)
         with ExitStack() as hold:
             about = agreed(coordination, partial(self._choose, step, hold, verify=verify))
             if about is None:
                 return None
             with together(coordination):
-                paths = self._steps.checkpoints(about.step)
-                restoration = Restoration(
-                    state,
-                    about,
-                    paths,
-                    self._steps.parts,
-                    rank=coordination.rank,
-                    world_size=coordination.world_size,
-                )
+                path = self._steps.path(about.step)
+                restoration = Restoration(state, about, path, coordination)
             restoration.load(self._group)
-            for cache, metadata in zip(self._caches, restoration.metadata, strict=True):
-                cache.set_cached_global_metadata(metadata)  # the next save may reuse its plans
+            self._pending.reuse(restoration.metadata)
         with together(coordination):
             extra = restoration.finish(rng=rng)
         return Restored(step=about.step, metrics=about.metrics, state=state, _extra=extra)
 
     def _choose(self, step: int | None, hold: ExitStack, *, verify: bool) -> About | None:
-        if verify:
-            return choose_verified(self._steps, step, hold)
-        return self._steps.look(partial(choose_step, self._steps, step, hold))
+        self._wait_for_removal()
+        return choose_step(self._steps, step, hold, deep=verify)
 
-    def _require_open(self) -> None:
-        if self._is_closed:
+    def _ranks(self, *, to_save: bool = False) -> Coordination:
+        """The ranks of the job, known by now; required not to be closed if it is ``to_save``."""
+        if to_save and self._is_closed:
             raise OptionError(
                 "the manager is closed",
                 path=self._steps.root,
                 hint="make a new CheckpointManager: another job may save below this root by now",
             )
-
-    def _require_group(self) -> None:
         if not self._is_alone:
-            require_group(self._steps.root)
-
-    def _coordination(self) -> Coordination:
+            _require_group(self._steps.root)
         return coordination_for(self._group)
+
+
+def _validated(state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics as numbers, once they, the state, and a later restore are possible."""
+    require_numpy()  # before a job trains for what it could not restore
+    require_state(state)
+    return _numbers_of(metrics)
+
+
+def _interval_of(save_every: int | timedelta | None) -> int | timedelta | None:
+    """Steps or a time between two saves; positive."""
+    if save_every is None or (isinstance(save_every, timedelta) and save_every > timedelta(0)):
+        return save_every
+    try:
+        return require_integer("save_every", save_every, at_least=1)
+    except OptionError as error:
+        hint = f"{error.hint}; or a time, such as datetime.timedelta(minutes=10)"
+        raise OptionError(error.message, hint=hint) from None
+
+
+def _numbers_of(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics as Python numbers, also from NumPy and from tensors of one element."""
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (ArithmeticError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise OptionError(
+            f"metrics={metrics!r:.200} is not possible: {error}", hint='use {"loss": 0.5}'
+        ) from error
+
+
+def _require_group(root: str) -> None:
+    """Require a process group where a launcher such as torchrun has started several processes.
+
+    Each would take itself for the whole job otherwise, and remove the steps of the others.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    if rank is not None and size.isdecimal() and int(size) > 1:
+        raise OptionError(
+            f"this is RANK={rank} of WORLD_SIZE={size}, and no process group is initialised",
+            path=root,
+            hint="call torch.distributed.init_process_group() first; or pass alone=True if each"
+            " process has a root of its own",
+        )

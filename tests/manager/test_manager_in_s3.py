@@ -101,21 +101,6 @@ def test_a_busy_store_does_not_hide_the_newest_step(
     assert "damaged" not in caplog.text
 
 
-def test_parts_are_one_step(s3: S3Server, root: str) -> None:
-    """It is committed when both are, and removed with both."""
-    with CheckpointManager(root, parts=["model", "optimizer"], keep=KeepLatest(1)) as manager:
-        for step in range(3):
-            manager.save(step, training())
-        manager.wait()
-        other = training()
-        restored = manager.restore(other)
-        assert restored is not None
-        assert restored.step == 2
-    assert s3.names_below(root) == ["step-000000002"]
-    assert not s3.forgets_prefixes or storage_at(root).list() == ["step-000000002"]
-    assert s3.names_below(f"{root}/step-000000002") == ["model", "optimizer"]
-
-
 def test_ranks_save_and_restore_together(root: str, tmp_path: Path) -> None:
     """Each its own part."""
     assert run_ranks(2, "managing_in_s3:save_and_restore", tmp_path, root) == [[2, True]] * 2

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nostall._manager.arguments import better_of
 from nostall._manager.policies import (
     KeepBest,
     KeepEvery,
     KeepLatest,
     Policy,
     StepRecord,
+    better_of,
     steps_to_keep,
     unseen_metrics,
 )

@@ -67,7 +67,7 @@ def test_rank_0_chooses_the_step(found: Found) -> None:
     """Others do not look, and its errors are theirs."""
     for each in found:
         assert each["unreadable"]["none"]
-        assert each["unreadable"]["named"].startswith("ReadError: step 7 has no complete")
+        assert each["unreadable"]["named"].startswith("ReadError: step 7 is not committed")
         assert each["unreadable"]["step"] == 1
 
 
@@ -75,7 +75,7 @@ def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(found: Found) 
     """Before any rank has changed a tensor."""
     errors = [each["unfit"]["error"] for each in found]
     assert errors[0].startswith("CheckpointException")
-    assert errors[1].startswith("OptionError: the state does not fit step 1: the step holds weight")
+    assert errors[1].startswith("OptionError: the state does not fit step 1: Size mismatch")
     assert all("weight" in error for error in errors)
     assert all(each["unfit"]["unchanged"] for each in found)
 

@@ -145,25 +145,29 @@ def test_a_root_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
 def test_what_cannot_be_removed_does_not_end_training(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither what policies do not keep nor what a crash has left."""
+    """Neither what policies do not keep nor what a crash has left; the next commit tries again."""
     (tmp_path / "step-000000002").mkdir(parents=True)
     (tmp_path / "step-000000002" / "__0_0.distcp").write_bytes(b"half")
     manager = CheckpointManager(tmp_path, keep=KeepLatest(1))
     with patch.object(steps, "remove_checkpoint", side_effect=OSError(5, "bad disk")):
-        manager.save(3, numbered(3)).result()
-    assert "bad disk" in caplog.text
+        for step in (3, 4):
+            manager.save(step, numbered(step)).result()
+        manager._retention.wait(60)
+        assert manager.all_steps() == [3, 4]
+    assert caplog.text.count("bad disk") >= 2
+    manager.save(5, numbered(5)).result()
     manager.close()
-    assert manager.all_steps() == [3]
+    assert manager.all_steps() == [5]
 
 
 def test_a_description_of_a_newer_nostall_is_not_taken_for_damage(tmp_path: Path) -> None:
     """The error names the format; an older step that is understood is restored instead."""
-    newer = json.dumps({"format": 2, "what": "nobody knows"}).encode().ljust(4096)
+    newer = json.dumps({"format": 3, "what": "nobody knows"}).encode().ljust(4096)
     state = {"nostall.about": torch.frombuffer(bytearray(newer), dtype=torch.uint8)}
     writer = FileSystemWriterAsync(tmp_path / "step-000000002")
     dcp.save({**state, **numbered(2)}, storage_writer=writer, no_dist=True)
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(UnknownMetadataError, match="a description of format 2, not 1"):
+    with pytest.raises(UnknownMetadataError, match="a description of format 3, not 2"):
         manager.restore(numbered(0))
     saved(tmp_path, 1)
     restored = manager.restore(numbered(0))

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nostall._manager.rng import rng_states
+from nostall._manager.contents import rng_states
 
 
 class Loader:

@@ -2,10 +2,10 @@
 
 Two items are added to the state, so that they are committed with it:
 
-* ``nostall.about``, by rank 0: step and metrics as JSON. It is read without the rest. Each
-  part of a step has it, so that parts of different saves are told apart.
-* ``nostall.rank-<n>``, by every rank: one pickle of the user's ``extra``, the states of random
-  number generators, and the state of each *exact* object, in which tensors are references to items.
+* ``nostall.about``, by rank 0: step and metrics as JSON. It is read without the rest.
+* ``nostall.rank-<n>``, by every rank: a pickle of the states of random number generators, of the
+  user's ``extra``, and of the state of each *exact* object, each a pickle of its own: a program
+  needs only the classes of what it asks for. Tensors are references to items.
 
 Both are tensors of bytes, padded, so that their shapes, and with them the plan, rarely change.
 
@@ -18,10 +18,13 @@ now, on any number of ranks.
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
+import logging
 import pickle
-import uuid
+import random
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,16 +37,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.data import DataLoader
 
 from nostall import _torch
-from nostall._manager.rng import rng_states
 from nostall._read.objects import loaded_safely
 from nostall._storage.places import storage_at
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import DamagedCheckpointError, OptionError, UnknownMetadataError
 
+_log = logging.getLogger("nostall")
+
 ABOUT = "nostall.about"
 _RESERVED = "nostall"
 _PADDING_NBYTES = 4096
-_FORMAT = 1
+_FORMAT = 2
 
 
 class PerRank:
@@ -65,13 +69,16 @@ class PerRank:
         self.stateful = stateful
 
 
-def require_state(state: object, parts: tuple[str, ...]) -> None:
-    """Require that a state can be saved.
+_STATE_DICTS = {
+    "an optimizer": {"state", "param_groups"},
+    "a learning rate scheduler": {"last_epoch", "_last_lr"},
+    "a gradient scaler": {"growth_factor", "_growth_tracker"},
+}
+"""Keys of state dicts whose objects would keep their old values when the dictionary is filled."""
 
-    Raises:
-        OptionError: It is not a mapping, has a key that is not a string or is reserved, has a data
-            loader without a state, has a state dict instead of an object, or lacks a part.
-    """
+
+def require_state(state: object) -> None:
+    """Require that a state can be saved, and restored into."""
     if not isinstance(state, Mapping):
         raise OptionError(
             f"the state is an object of type {type(state).__name__}",
@@ -87,17 +94,6 @@ def require_state(state: object, parts: tuple[str, ...]) -> None:
                 " StatefulDataLoader, in PerRank; or save the number of batches",
             )
         _require_objects(key, state[key])
-    missing = [part for part in parts if part not in state]
-    if missing:
-        raise OptionError(f"the state lacks the parts {missing}", hint="pass all parts")
-
-
-_STATE_DICTS = {
-    "an optimizer": {"state", "param_groups"},
-    "a learning rate scheduler": {"last_epoch", "_last_lr"},
-    "a gradient scaler": {"growth_factor", "_growth_tracker"},
-}
-"""Keys of state dicts whose objects would keep their old values when the dictionary is filled."""
 
 
 def _require_objects(name: str, value: object) -> None:
@@ -110,11 +106,9 @@ def _require_objects(name: str, value: object) -> None:
                     hint="pass the object itself, or one with state_dict and load_state_dict that"
                     " has it",
                 )
-        for key, each in value.items():
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             _require_objects(f"{name}.{key}", each)
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            _require_objects(f"{name}.{number}", each)
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -124,93 +118,30 @@ Placements: TypeAlias = "dict[str, list[int | None] | None]"
 ``None`` for placements of another kind."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class About:
-    """The description of a step."""
-
-    step: int
-    metrics: Mapping[str, float]
-    exact: frozenset[str]
-    """Keys of the objects that get exactly what they returned."""
-    parts: tuple[str, ...]
-    """Names of the parts that the step was saved in; none if it is one checkpoint."""
-    save: str
-    """Names the save: the same in all parts."""
-    placements: Placements | None
-    """Of the optimizers' distributed tensors that are not placed as their parameters are; ``None``
-    if no parameter was distributed."""
-
-
 def capture(
-    state: Mapping[str, Any],
-    step: int,
-    metrics: Mapping[str, float],
-    extra: object,
-    *,
-    parts: tuple[str, ...],
-    rank: int,
-) -> list[dict[str, Any]]:
-    """The state dict of each part to save; objects are asked for their state now.
-
-    Args:
-        state: Objects, tensors and plain values by name.
-        step: The step.
-        metrics: Its metrics.
-        extra: Anything that can be pickled.
-        parts: Names of the parts; without any, there is one.
-        rank: This rank; rank 0 adds the description.
-
-    Raises:
-        OptionError: ``extra``, or the state of an object, cannot be pickled.
-        Exception: Whatever an object raises when it is asked.
-    """
+    state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object, rank: int
+) -> dict[str, Any]:
+    """The state dict to save; objects are asked for their state, and may raise anything."""
     items: dict[str, Any] = {}
-    exact: dict[str, Any] = {}
+    exact: dict[str, bytes] = {}
     placements: Placements | None = None
     for key, value in state.items():
+        what = f"step {step}: the state of {key!r}"
         if isinstance(value, PerRank):
-            exact[key] = value.stateful.state_dict()
+            exact[key] = _pickled(value.stateful.state_dict(), {}, what)
             continue
         items[key] = value.state_dict() if isinstance(value, Stateful) else value
         if _is_exact(value, items[key]):
-            exact[key] = items[key]
+            exact[key] = _pickled(items[key], {key: items[key]}, what)
         parameters = parameters_of(value)
         if rank == 0 and any(isinstance(each, DTensor) for each in parameters):
             placements = {**(placements or {}), **_placed_otherwise(key, items[key], parameters)}
-    named = {key: exact[key] for key in exact if key in items}
-    own = {"extra": extra, "rng": rng_states(), "objects": exact}
-    try:
-        pickled = _pickled(own, named)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever a user's object raises
-        raise OptionError(
-            f"step {step}: {_unpicklable(exact)} cannot be pickled:"
-            f" {type(error).__name__}: {error}",
-            hint="leave out what belongs to this process, such as locks, files and lambdas",
-            cause=error,
-        ) from None
-    items[key_of_rank(rank)] = _as_tensor(pickled)
-    divided = _in_parts(items, parts)
+    own = {"extra": _pickled(extra, {}, f"step {step}: extra"), "rng": rng_states()}
+    items[key_of_rank(rank)] = _as_tensor(pickle.dumps({**own, "objects": exact}))
     if rank == 0:
         about = {"format": _FORMAT, "step": step, "metrics": metrics, "exact": sorted(exact)}
-        about |= {"parts": parts, "save": uuid.uuid4().hex, "placements": placements}
-        content = json.dumps(about)
-        for part in divided:
-            part[ABOUT] = _as_tensor(content.encode())
-    return divided
-
-
-def index_of_part(key: str, parts: tuple[str, ...]) -> int:
-    """The part that an item belongs to: that of its name, or the last one."""
-    return parts.index(key) if key in parts else max(0, len(parts) - 1)
-
-
-def _in_parts(items: Mapping[str, Any], parts: tuple[str, ...]) -> list[dict[str, Any]]:
-    divided: list[dict[str, Any]] = [{} for _ in parts or ("",)]
-    for key, value in items.items():
-        divided[index_of_part(key, parts)][key] = value
-    return divided
+        items[ABOUT] = _as_tensor(json.dumps({**about, "placements": placements}).encode())
+    return items
 
 
 def _is_exact(value: object, state: object) -> bool:
@@ -247,11 +178,9 @@ def _placed_otherwise(key: str, state: object, parameters: Sequence[torch.Tensor
     found: Placements = {}
     for name, each in flat.items():
         if isinstance(each, DTensor):
-            parameter = parameter_at(paths[name], parameters)
-            if not isinstance(parameter, DTensor) or (parameter.shape, parameter.placements) != (
-                each.shape,
-                each.placements,
-            ):
+            of_parameter = parameter_at(paths[name], parameters)
+            like = [getattr(of_parameter, what, None) for what in ("shape", "placements")]
+            if like != [each.shape, each.placements]:
                 usual = all(type(place) in (Shard, Replicate) for place in each.placements)
                 dimensions = [getattr(place, "dim", None) for place in each.placements]
                 found[name] = dimensions if usual else None
@@ -268,22 +197,22 @@ def _as_tensor(content: bytes) -> torch.Tensor:
     return torch.frombuffer(padded, dtype=torch.uint8)
 
 
-def _pickled(content: object, named: Mapping[str, Any]) -> bytes:
+def _pickled(content: object, named: Mapping[str, Any], what: str) -> bytes:
     """A pickle in which the tensors of ``named`` are references to items of these names."""
     flat, _ = _torch.flatten_state_dict(dict(named))
     names = {id(leaf): name for name, leaf in flat.items() if isinstance(leaf, torch.Tensor)}
     stream = io.BytesIO()
-    _Pickler(stream, names).dump(content)
+    try:
+        _Pickler(stream, names).dump(content)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever a user's object raises
+        raise OptionError(
+            f"{what} cannot be pickled: {type(error).__name__}: {error}",
+            hint="leave out what belongs to this process, such as locks, files and lambdas",
+            cause=error,
+        ) from None
     return stream.getvalue()
-
-
-def _unpicklable(exact: Mapping[str, Any]) -> str:
-    for key, value in exact.items():
-        try:
-            _pickled(value, exact)
-        except Exception:  # whatever a user's object raises
-            return f"the state of {key!r}"
-    return "extra"
 
 
 class _Pickler(pickle.Pickler):
@@ -295,19 +224,62 @@ class _Pickler(pickle.Pickler):
         return self._names.get(id(value)) if isinstance(value, torch.Tensor) else None
 
 
+# --- random number generators ---------------------------------------------------------------------
+
+
+def rng_states() -> dict[str, bytes]:
+    """The states of the generators that a process has by default, by name.
+
+    Each is bytes, so that one that cannot be restored does not prevent the others.
+    """
+    states = {"python": pickle.dumps(random.getstate())}
+    if numpy := sys.modules.get("numpy"):
+        states["numpy"] = pickle.dumps(numpy.random.get_state(legacy=False))
+    modules: dict[str, Any] = {"torch": torch}
+    device = torch.accelerator.current_accelerator()
+    if device and torch.get_device_module(device).is_initialized():  # this process uses it
+        modules[device.type] = torch.get_device_module(device)
+    packed = {name: bytes(each.get_rng_state().tolist()) for name, each in modules.items()}
+    return {**states, **packed}
+
+
+def set_rng_states(states: dict[str, bytes]) -> None:
+    """Set them; one whose package or device is not available here is skipped with a warning."""
+    for name, state in states.items():
+        try:
+            if name == "python":
+                random.setstate(pickle.loads(state))
+            elif name == "numpy":
+                importlib.import_module("numpy").random.set_state(pickle.loads(state))
+            else:
+                module = torch if name == "torch" else torch.get_device_module(name)
+                module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        except (ImportError, RuntimeError, AssertionError) as error:
+            # torch raises either of the last two for a device that it does not have.
+            _log.warning("the state of the generator of %s is not restored: %s", name, error)
+
+
 # --- descriptions ---------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """The description of a step."""
+
+    step: int
+    metrics: Mapping[str, float]
+    exact: frozenset[str]
+    """Keys of the objects that get exactly what they returned."""
+    placements: Placements | None
+    """Of the optimizers' distributed tensors that are not placed as their parameters are; ``None``
+    if no parameter was distributed."""
+
+
 def read_about(directory: str) -> About | None:
-    """The description of a step from one of its checkpoints; ``None`` if it has none.
+    """The description of a step; ``None`` if it has none.
 
     Reads the metadata and that item, without torch's load planner: its global switch of naming
     would disturb a save on another thread.
-
-    Raises:
-        OSError: Storage refuses to answer.
-        UnknownMetadataError: A newer nostall has written it.
-        NostallError: The checkpoint is damaged.
     """
     reader = CachedMetadataFileSystemReader(directory, cache_metadata=False)
     places = reader.shared_metadata().storage_data
@@ -322,7 +294,12 @@ def read_about(directory: str) -> About | None:
         tensor = loaded_safely(io.BytesIO(content))
         plain = json.loads(bytes(tensor.tolist()))
         if plain["format"] == _FORMAT:
-            return _about(plain)
+            return About(
+                step=int(plain["step"]),
+                metrics={str(name): float(value) for name, value in plain["metrics"].items()},
+                exact=frozenset(map(str, plain["exact"])),
+                placements=plain["placements"],
+            )
     except (ImportError, MemoryError):  # of this environment
         raise
     except Exception as error:  # the bytes may be anything
@@ -336,25 +313,5 @@ def read_about(directory: str) -> About | None:
         f"the step has a description of format {plain['format']!r:.20}, not {_FORMAT}",
         phase="read",
         path=directory,
-        hint="restore it with the version of nostall that saved it, or a later one",
+        hint="restore it with the version of nostall that saved it",
     )
-
-
-def _about(plain: Mapping[str, Any]) -> About:
-    return About(
-        step=int(plain["step"]),
-        metrics={str(name): float(value) for name, value in plain["metrics"].items()},
-        exact=frozenset(map(str, plain["exact"])),
-        parts=tuple(map(str, plain["parts"])),
-        save=str(plain["save"]),
-        placements=_placements(plain.get("placements")),
-    )
-
-
-def _placements(plain: Mapping[str, Any] | None) -> Placements | None:
-    if plain is None:  # also in steps of older versions
-        return None
-    return {
-        name: None if places is None else [None if dim is None else int(dim) for dim in places]
-        for name, places in plain.items()
-    }

@@ -30,7 +30,6 @@ _OPENING = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 @dataclass(slots=True, eq=False)
 class _Taken:
-    path: str
     fd: int
     users: int = 0
 
@@ -52,11 +51,7 @@ _process = _Process()
 
 
 class RootLock:
-    """The lock of one root, shared by the managers of this process.
-
-    Args:
-        root: The directory; it is made. An address has no lock.
-    """
+    """The lock of one root, which is made; shared by the managers of this process."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -66,12 +61,10 @@ class RootLock:
     def take(self) -> None:
         """Take the lock, until :meth:`release` or the end of the process.
 
-        A warning tells if the file system has no locks, or another machine has this one.
-
-        Raises:
-            OptionError: Another process of this machine has it.
+        A warning tells if the file system has no locks, or another machine has this one; if another
+        process of this machine has it, this is an error. An object store has no locks.
         """
-        if self._taken is not None or is_address(self._root):  # an object store has no locks
+        if self._taken is not None or is_address(self._root):
             return
         try:
             with _process.changing:
@@ -108,26 +101,15 @@ class RootLock:
                     return None
                 if not self._is_present(fd):  # its former owner has removed it meanwhile
                     continue
-                if self._is_own(status):
+                # Made by this user, or by the one who owns the root.
+                is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+                if is_plain and status.st_uid in (os.geteuid(), os.stat(self._root).st_uid):
                     os.truncate(fd, 0)
                     os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
                     opened.pop_all()
-                    return self._noted(fd)
+                    _process.taken.append(_Taken(fd))
+                    return _process.taken[-1]
                 os.unlink(self._path)
-
-    def _is_own(self, status: os.stat_result) -> bool:
-        """Whether a lock file was made by this user, or by the one who owns the root."""
-        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-        return is_plain and status.st_uid in (os.geteuid(), os.stat(self._root).st_uid)
-
-    def _noted(self, fd: int) -> _Taken:
-        for taken in _process.taken:
-            if taken.path == self._path:  # the root was removed and made again
-                os.close(taken.fd)
-                taken.fd = fd
-                return taken
-        _process.taken.append(_Taken(self._path, fd))
-        return _process.taken[-1]
 
     def _is_present(self, fd: int) -> bool:
         """Whether an open file is still the one in the root."""
@@ -137,28 +119,25 @@ class RootLock:
 
     def _report(self, owner: str) -> None:
         pid, _, host = owner.strip().partition(" ")
-        if host not in ("", socket.gethostname()):
-            _log.warning(
-                "process %s on %s has locked root=%s. If it still saves here, each of the two jobs"
-                " removes steps of the other",
-                pid,
-                host,
-                self._root,
+        if host in ("", socket.gethostname()):
+            raise OptionError(
+                f"another process saves below this root: pid {pid or 'unknown'}",
+                path=self._root,
+                hint="use another root, or end that process first",
             )
-            return
-        raise OptionError(
-            f"another process saves below this root: pid {pid or 'unknown'}",
-            path=self._root,
-            hint="use another root, or end that process first",
+        _log.warning(
+            "process %s on %s has locked root=%s. If it still saves here, each of the two jobs"
+            " removes steps of the other",
+            pid,
+            host,
+            self._root,
         )
 
     def release(self) -> None:
         """Release the lock, if no other manager of this process needs it. Idempotent."""
         taken, self._taken = self._taken, None
-        if taken is None:
-            return
         with _process.changing:
-            if taken not in _process.taken:  # in a forked child
+            if taken is None or taken not in _process.taken:  # in a forked child
                 return
             taken.users -= 1
             if taken.users:

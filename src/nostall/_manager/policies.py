@@ -124,21 +124,43 @@ class KeepEvery(Policy):
         return kept
 
 
-def reads_times(policy: Policy) -> bool:
-    """Whether it may look at ``committed_at_s``, which must be read from storage."""
+def policies_of(keep: Policy | Iterable[Policy] | None) -> tuple[Policy, ...]:
+    """One policy, several or none."""
+    policies = tuple(keep) if isinstance(keep, Iterable) else () if keep is None else (keep,)
+    for policy in policies:
+        has_all = hasattr(policy, "keeps") and hasattr(policy, "reads_metrics")
+        if isinstance(policy, type) or not has_all:
+            raise OptionError(
+                f"keep={keep!r:.200} is not possible: {policy!r:.100} is not a policy",
+                hint="use KeepLatest(3), KeepBest(1, metric), KeepEvery(steps=1000), a list of"
+                " these, or an object with keeps(records) and reads_metrics",
+            )
+    return policies
+
+
+def reads_files(policy: Policy) -> bool:
+    """Whether it may look at what of a step must be read from storage."""
     if isinstance(policy, KeepEvery):
         return policy.seconds is not None
-    return not isinstance(policy, KeepLatest | KeepBest)
+    return not isinstance(policy, KeepLatest)
 
 
 def require_better(mode: object) -> None:
-    """Require that a mode is known.
-
-    Raises:
-        OptionError: It is neither ``"min"`` nor ``"max"``.
-    """
+    """Require that a mode is ``"min"`` or ``"max"``."""
     if mode not in ("min", "max"):
         raise OptionError(f"mode={mode!r} is not possible", hint='use "min" or "max"')
+
+
+def better_of(policies: Iterable[Policy], metrics: Mapping[str, Better]) -> dict[str, Better]:
+    """Which value of a metric is better: as ``metrics`` says, or as all policies agree."""
+    if not isinstance(metrics, Mapping):
+        raise OptionError(f"metrics={metrics!r:.200} is not possible", hint='use {"loss": "min"}')
+    for mode in metrics.values():
+        require_better(mode)
+    best = [policy for policy in policies if isinstance(policy, KeepBest)]
+    modes = {(policy.metric, policy.mode) for policy in best}
+    agreed = {name: mode for name, mode in modes if len([m for n, m in modes if n == name]) == 1}
+    return {**agreed, **metrics}
 
 
 def best_first(records: Iterable[StepRecord], metric: str, mode: Better) -> list[int]:
@@ -153,13 +175,9 @@ def best_first(records: Iterable[StepRecord], metric: str, mode: Better) -> list
 
 
 def unseen_metrics(policies: Iterable[Policy], records: Sequence[StepRecord]) -> list[str]:
-    """The metrics of ``KeepBest`` policies that no step has, such as one with a misspelt name.
-
-    One that is NaN in all steps is among them.
-    """
-    seen = metrics_in(records)
+    """The metrics of ``KeepBest`` policies that no step has, or all as NaN: a misspelt name?"""
     read = {policy.metric for policy in policies if isinstance(policy, KeepBest)}
-    return sorted(read - seen)
+    return sorted(read - metrics_in(records))
 
 
 def metrics_in(records: Iterable[StepRecord]) -> set[str]:
@@ -174,7 +192,7 @@ def steps_to_keep(
     *,
     least: int,
     protected: Set[int] = frozenset(),
-    own: Set[int] = frozenset(),
+    own: Collection[int] = (),
 ) -> set[int]:
     """The steps that stay: those that any policy keeps, and those that must stay.
 
@@ -183,19 +201,17 @@ def steps_to_keep(
         policies: Without any, every step stays.
         least: How many stay at least, the highest ones if policies keep fewer; 1 or more.
         protected: Steps that stay whatever the policies say.
-        own: Steps that this run has saved. If another one is above them, the run has returned to an
-            earlier step: what policies keep of its own steps alone stays, too.
+        own: Steps that this run has saved. After a return to an earlier step, higher ones of
+            another run do not take their places: what policies keep of these alone stays, too.
     """
     steps = [record.step for record in records]
     if not policies:
         return set(steps)
-    views = [records, [record for record in records if record.step in own]]
-    if not views[1] or views[1][-1] is records[-1]:
-        del views[1]
-    wanted = set(protected).union(*(policy.keeps(view) for view in views for policy in policies))
-    kept = wanted.intersection(steps) | set(steps[-1:])
-    for step in reversed(steps):
-        if len(kept) >= least:
-            break
-        kept.add(step)
-    return kept
+    own = frozenset(own)
+    mine = [record for record in records if record.step in own]
+    wanted = set(protected) | set(steps[-least:])
+    for policy in policies:
+        wanted.update(policy.keeps(records))
+        if mine and mine[-1] is not records[-1]:
+            wanted.update(policy.keeps(mine))
+    return wanted.intersection(steps)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import io
 import logging
+import pickle
 import warnings
-from collections import ChainMap, defaultdict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
@@ -22,16 +23,13 @@ from nostall import _torch
 from nostall._manager.contents import (
     About,
     PerRank,
-    index_of_part,
     key_of_rank,
     parameter_at,
     parameters_of,
+    set_rng_states,
 )
-from nostall._manager.rng import set_rng_states
-from nostall._manager.stand_ins import OwnUnpickler, Unavailable, found_in
-from nostall._model.wording import some
-from nostall._ranks.group import require_numpy
-from nostall._read.planner import empty_in, outer_names
+from nostall._ranks.group import Coordination, require_numpy
+from nostall._read.planner import Planner, empty_in
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import DamagedCheckpointError, OptionError
 
@@ -39,126 +37,77 @@ _log = logging.getLogger("nostall")
 
 
 class Restoration:
-    """Restores a state from one step: what to load, and what to do with it.
-
-    Args:
-        state: Objects, tensors and plain values by name; loaded values replace plain ones.
-        about: The description of the step.
-        checkpoints: The directories of the step's checkpoints; their metadata is read here.
-        parts: Names of the parts.
-        rank: This rank.
-        world_size: Number of ranks that restore.
-
-    Raises:
-        OptionError: The state of an object on this rank was not saved; or NumPy is missing.
-        OSError: Storage does not answer.
-        NostallError: A checkpoint is damaged.
-    """
+    """Restores a state from one step; its metadata is read at once."""
 
     def __init__(
-        self,
-        state: MutableMapping[str, Any],
-        about: About,
-        checkpoints: Sequence[str],
-        parts: tuple[str, ...],
-        *,
-        rank: int,
-        world_size: int,
+        self, state: MutableMapping[str, Any], about: About, path: str, coordination: Coordination
     ) -> None:
         require_numpy()
-        self._rank = rank
+        self._rank = rank = coordination.rank
         self._state = state
-        self._step = about.step
-        self._checkpoints = checkpoints
-        self._exact = about.exact
-        self._placements = about.placements
-        self._parts = parts
-        self._readers = [CachedMetadataFileSystemReader(path) for path in checkpoints]
-        self.metadata = [reader.read_metadata() for reader in self._readers]
-        """The metadata of each checkpoint."""
-        last = self.metadata[-1].state_dict_metadata
-        self._has_own = key_of_rank(rank) in last
-        self._has_others = key_of_rank(world_size) in last
+        self._about = about
+        self._path = path
+        self._reader = CachedMetadataFileSystemReader(path)
+        self.metadata = self._reader.read_metadata()
+        saved = self.metadata.state_dict_metadata
+        self._has_own = key_of_rank(rank) in saved
+        self._has_others = key_of_rank(coordination.world_size) in saved
         key = key_of_rank(rank if self._has_own else 0)
-        self._content = bytearray(_bytes_metadata(last, key).size.numel())
-        self._items: list[dict[str, Any]] = [{} for _ in checkpoints]
-        """The state dict to load into, for each checkpoint."""
-        self._items[-1][key] = torch.frombuffer(self._content, dtype=torch.uint8)
+        entry = saved.get(key)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise DamagedCheckpointError(f"the step has no item {key!r}", phase="read", path=path)
+        self._content = bytearray(entry.size.numel())
+        self._items: dict[str, Any] = {key: torch.frombuffer(self._content, dtype=torch.uint8)}
+        """The state dict to load into."""
         for name, value in state.items():
             self._add(name, value)
-        for number, items in enumerate(self._items):
-            if lost := _beneath_empty(items, self.metadata[number]):
-                why = f"it holds {some(lost)}, for which the state has an empty dictionary"
-                raise self._does_not_fit("the state", why, number)
 
     def _add(self, key: str, value: object) -> None:
         if isinstance(value, PerRank):
             self._require_own(key)
             return
-        number = index_of_part(key, self._parts)
         present = value.state_dict() if isinstance(value, Stateful) else value
-        parameters = parameters_of(value)
-        flat, _ = _torch.flatten_state_dict({key: present, f"parameters of {key}": parameters})
-        tensors = {name: each for name, each in flat.items() if isinstance(each, torch.Tensor)}
-        if bare := [name for name, each in tensors.items() if each.is_meta]:
-            why = f"{some(bare)}: on the meta device, without memory to load into;"
-            raise self._does_not_fit("the state", f"{why} Module.to_empty gives it some", number)
-        if key in self._exact:
-            self._items[number].update(self._templates(key, tensors, parameters, number))
+        if key in self._about.exact:
+            self._items.update(self._templates(key, present, parameters_of(value)))
         else:
-            self._items[number][key] = present
+            self._items[key] = present
 
     def _require_own(self, key: str) -> None:
         if self._has_others and self._rank == 0:
             what = "%r was saved by more ranks than restore it: the others' state is lost: path=%s"
-            _log.warning(what, key, self._checkpoints[-1])
+            _log.warning(what, key, self._path)
         if not self._has_own:
             raise OptionError(
                 f"the state of {key!r} differs between ranks, and fewer ranks have saved it",
                 phase="read",
-                path=self._checkpoints[-1],
+                path=self._path,
                 hint="restore it on as many ranks, or leave it out",
             )
-        if key not in self._exact:
+        if key not in self._about.exact:
             raise OptionError(f"the step has no state of {key!r} per rank", hint="leave it out")
 
     def _templates(
-        self,
-        key: str,
-        present: Mapping[str, torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        number: int,
+        self, key: str, present: object, parameters: Sequence[torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """A tensor for each saved one of an exact object: the present one, or a new one."""
-        for name, path in self._paths[number][key]:
-            entry = self.metadata[number].state_dict_metadata.get(name)
+        flat, _ = _torch.flatten_state_dict({key: present})
+        for name, path in self._paths[key]:
+            entry = self.metadata.state_dict_metadata.get(name)
             if isinstance(entry, TensorStorageMetadata):
-                parameter = parameter_at(path, parameters)
-                made = self._template(name, entry, present.get(name), parameter)
+                made = flat.get(name)
+                if not _is_like(made, entry):
+                    made = self._template(name, entry, parameter_at(path, parameters))
                 if made is None:
                     why = f"it is not known how {name} is to be distributed; let the optimizer take"
                     why += " a step first, or save and restore an object around get_state_dict"
-                    raise self._does_not_fit(f"the object {key!r}", why, number)
+                    raise self._does_not_fit(f"the object {key!r}", why)
                 yield name, made
 
     def _template(
-        self,
-        name: str,
-        entry: TensorStorageMetadata,
-        present: torch.Tensor | None,
-        parameter: torch.Tensor | None,
+        self, name: str, entry: TensorStorageMetadata, parameter: torch.Tensor | None
     ) -> torch.Tensor | None:
-        """The tensor to load an item into; ``None`` if it is not known how to distribute it.
-
-        Args:
-            name: The name of the item.
-            entry: The saved tensor.
-            present: What the object has under this name, if anything.
-            parameter: The optimizer's parameter that it belongs to, if any.
-        """
-        size, dtype, known = entry.size, entry.properties.dtype, self._placements
-        if present is not None and (_torch.global_size(present), present.dtype) == (size, dtype):
-            return present
+        """A new tensor to load an item into; ``None`` if it is not known how to distribute it."""
+        size, dtype, known = entry.size, entry.properties.dtype, self._about.placements
         if isinstance(parameter, DTensor) and known is not None and name in known:
             places, mesh = known[name], parameter.device_mesh
             if places is None or len(places) != mesh.ndim:
@@ -174,174 +123,113 @@ class Restoration:
         return torch.empty(size, dtype=dtype)
 
     @cached_property
-    def _paths(self) -> list[defaultdict[str, list[tuple[str, tuple[Any, ...]]]]]:
-        """Names and paths of what was saved, by the key of the state; for each checkpoint."""
-        found: list[defaultdict[str, list[tuple[str, tuple[Any, ...]]]]] = []
-        for metadata in self.metadata:
-            found.append(defaultdict(list))
-            for name, path in (metadata.planner_data or {}).items():
-                found[-1][path[0]].append((name, path))
+    def _paths(self) -> defaultdict[str, list[tuple[str, tuple[Any, ...]]]]:
+        """Names and paths of what was saved, by the key of the state."""
+        found: defaultdict[str, list[tuple[str, tuple[Any, ...]]]] = defaultdict(list)
+        for name, path in (self.metadata.planner_data or {}).items():
+            found[path[0]].append((name, path))
         return found
 
     def load(self, process_group: dist.ProcessGroup | None) -> None:
         """Read the values; returns when all ranks have. Collective.
 
-        Raises:
-            OptionError: The state of this rank has other names or shapes than the step.
-            CheckpointException: A rank could not read them.
+        A state of this rank that does not fit is an ``OptionError``, before any value is read.
         """
-        with warnings.catch_warnings():
-            # torch's, on each load without a process group
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            for number, (reader, items) in enumerate(zip(self._readers, self._items, strict=True)):
-                try:
-                    dcp.load(items, storage_reader=reader, process_group=process_group)
-                except CheckpointException as error:
-                    found = _differences(items, self.metadata[number])
-                    if not found:
-                        raise
-                    refusal = self._does_not_fit("the state", "; ".join(found), number)
-                    refusal.cause = error
-                    raise refusal from None
+        planner = Planner(
+            lambda _: True,
+            strict=True,
+            trust=True,
+            path=self._path,
+            empty=[name for key, value in self._items.items() for name in empty_in(value, key)],
+        )
+        try:
+            with warnings.catch_warnings():
+                # torch's, on each load without a process group
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(
+                    self._items,
+                    storage_reader=self._reader,
+                    planner=planner,
+                    process_group=process_group,
+                )
+        except CheckpointException as error:
+            own, _ = error.failures.get(self._rank, (None, None))
+            if not isinstance(own, OptionError):
+                raise
+            why = own.message.removeprefix("the state does not fit: ")
+            raise self._does_not_fit("the state", why, error) from None
 
-    def _does_not_fit(self, what: str, why: str, number: int) -> OptionError:
+    def _does_not_fit(self, what: str, why: str, cause: BaseException | None = None) -> OptionError:
         return OptionError(
-            f"{what} does not fit step {self._step}: {why}",
+            f"{what} does not fit step {self._about.step}: {why}",
             phase="read",
-            path=self._checkpoints[number],
+            path=self._path,
             hint="restore into objects like those that were saved, leave keys out of the state, or"
             " restore another step",
+            cause=cause,
         )
 
-    def finish(self, *, rng: bool) -> object:
-        """Hand the loaded values to the objects of the state; returns ``extra``.
+    def finish(self, *, rng: bool) -> Callable[[], Any]:
+        """Hand the loaded values to the objects of the state; returns what gives ``extra``.
 
-        Args:
-            rng: Whether to set the random number generators.
-
-        Raises:
-            OptionError: An object refuses what was saved; objects before it have been changed.
+        If an object refuses what was saved, objects before it have been changed.
         """
-        loaded = ChainMap(*self._items)
-        content = self._unpickled(loaded)
+        own = pickle.loads(self._content)
+        restored = {
+            key: self._unpickled(f"the object {key!r}", own["objects"][key])
+            if key in self._about.exact
+            else self._items[key]
+            for key in self._state
+        }
         for key, value in list(self._state.items()):
-            restored = content["objects"][key] if key in self._exact else loaded[key]
             target = value.stateful if isinstance(value, PerRank) else value
             if isinstance(target, Stateful):
-                self._hand_over(key, target, restored)
+                try:
+                    target.load_state_dict(restored[key])
+                except Exception as error:  # of any object, such as one of the user's
+                    why = f"{type(error).__name__}: {error!s:.500}"
+                    raise self._does_not_fit(f"the object {key!r}", why, error) from None
             else:
-                self._state[key] = _in_place(target, restored)
+                self._state[key] = _in_place(target, restored[key])
         if rng and self._has_own:  # last, as objects may draw numbers
-            set_rng_states(content["rng"])
+            set_rng_states(own["rng"])
         elif rng:
             _log.warning(
                 "rank %d did not save step %d: random number generators keep their states: path=%s",
-                *(self._rank, self._step, self._checkpoints[-1]),
+                *(self._rank, self._about.step, self._path),
             )
-        return content["extra"]
+        return cache(partial(self._unpickled, "extra", own["extra"]))
 
-    def _unpickled(self, loaded: Mapping[str, Any]) -> dict[str, Any]:
-        """What this rank has saved beside tensors, of keys that the state has.
-
-        ``extra`` is :class:`Unavailable` if it needs a class that cannot be imported.
-
-        Raises:
-            OptionError: An object needs keys that the state leaves out, or such a class.
-        """
-        unpickler = OwnUnpickler(io.BytesIO(self._content), loaded)
+    def _unpickled(self, what: str, content: bytes) -> Any:
         try:
-            content: dict[str, Any] = unpickler.load()
-        except Exception as error:  # of an object that finds no content in a missing tensor
-            if unpickler.absent:
-                raise self._not_importable("a value", sorted(unpickler.absent)) from error
-            if not unpickler.missing:
-                raise
-            raise self._not_alone(sorted(unpickler.missing)) from error
-        kept = {key: each for key, each in content["objects"].items() if key in self._state}
-        content["objects"] = kept
-        if unpickler.absent:
-            for key, each in kept.items():
-                if absent := found_in(each, unpickler).absent:
-                    raise self._not_importable(f"the object {key!r}", sorted(absent))
-            if absent := found_in(content["extra"], unpickler).absent:
-                content["extra"] = Unavailable(why=self._not_importable("extra", sorted(absent)))
-        if unpickler.missing and (shared := found_in(content, unpickler).missing):
-            raise self._not_alone(sorted(shared))
-        return content
-
-    def _not_importable(self, what: str, names: Sequence[str]) -> OptionError:
-        return OptionError(
-            f"{what} of step {self._step} needs {some(names)}, which cannot be imported",
-            phase="read",
-            path=self._checkpoints[-1],
-            hint="define it in a module that both programs import, or leave the key out",
-        )
-
-    def _not_alone(self, names: Sequence[str]) -> OptionError:
-        return OptionError(
-            f"a part of step {self._step} cannot be restored without {some(names)}",
-            phase="read",
-            path=self._checkpoints[-1],
-            hint="add the keys of these tensors to the state",
-        )
-
-    def _hand_over(self, key: str, target: Stateful, restored: Any) -> None:
-        before = [dict(group) for group in getattr(target, "param_groups", ())]
-        try:
-            target.load_state_dict(restored)
-        except Exception as error:  # of any object: an optimizer, a scheduler, one of the user's
-            why, number = f"{type(error).__name__}: {error!s:.500}", index_of_part(key, self._parts)
-            refusal = self._does_not_fit(f"the object {key!r}", why, number)
-            refusal.cause = error
-            raise refusal from None
-        if isinstance(target, torch.optim.Optimizer):
-            _complete_groups(key, target, before)
+            return _Unpickler(io.BytesIO(content), self._items).load()
+        except (ImportError, AttributeError) as error:  # such as a class of the script that saved
+            raise OptionError(
+                f"{what} of step {self._about.step} needs a class that cannot be imported: {error}",
+                phase="read",
+                path=self._path,
+                hint="define it in a module that both programs import, or leave the key out",
+                cause=error,
+            ) from None
 
 
-def _differences(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
-    """How a state dict to load into differs from what was saved; nothing if it can be loaded."""
-    flat, _ = _torch.flatten_state_dict(dict(items))
-    saved, paths = metadata.state_dict_metadata, metadata.planner_data or {}
-    shapes = [
-        f"{name} {tuple(entry.size)} instead of {tuple(size)}"
-        for name, value in flat.items()
-        if isinstance(value, torch.Tensor)
-        and isinstance(entry := saved.get(name), TensorStorageMetadata)
-        and entry.size != (size := _torch.global_size(value))
-    ]
-    missing = [name for name in flat if name not in saved]
-    if not missing and not shapes:
-        return []
-    unused = [name for name in saved if name not in flat and paths.get(name, ("",))[0] in items]
-    named = {"lacks": missing, "holds": shapes, "also holds": unused}
-    return [f"the step {what} {some(names)}" for what, names in named.items() if names]
+class _Unpickler(pickle.Unpickler):
+    """Puts loaded tensors into their places."""
+
+    def __init__(self, stream: io.BytesIO, tensors: Mapping[str, Any]) -> None:
+        super().__init__(stream)
+        self._tensors = tensors
+
+    def persistent_load(self, name: Any) -> Any:
+        return self._tensors[name]
 
 
-def _beneath_empty(items: Mapping[str, Any], metadata: Metadata) -> list[str]:
-    """Names of what was saved in dictionaries that are empty in a state: it would not be loaded."""
-    empty = {name for key, value in items.items() for name in empty_in(value, key)}
-    saved = metadata.state_dict_metadata if empty else ()
-    return [name for name in saved if not empty.isdisjoint(outer_names(name))]
-
-
-def _complete_groups(
-    key: str, optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]]
-) -> None:
-    """Give the groups of an optimizer the options that they had, and have lost by loading.
-
-    Without them its first step would fail. torch's optimizers do so for what a newer version has
-    added.
-    """
-    for group, had in zip(optimizer.param_groups, before, strict=False):
-        lost = {name: had[name] for name in had.keys() - group.keys()}
-        if lost:
-            _log.warning(
-                "%r was saved by another class of optimizer, or an older version: it has no %s,"
-                " which keep their values",
-                key,
-                ", ".join(sorted(lost)),
-            )
-            group.update(lost)
+def _is_like(present: object, entry: TensorStorageMetadata) -> bool:
+    return (
+        isinstance(present, torch.Tensor)
+        and _torch.global_size(present) == entry.size
+        and present.dtype == entry.properties.dtype
+    )
 
 
 def _in_place(target: object, restored: object) -> object:
@@ -354,10 +242,3 @@ def _in_place(target: object, restored: object) -> object:
         target[:] = restored
         return target
     return restored
-
-
-def _bytes_metadata(saved: Mapping[str, Any], key: str) -> TensorStorageMetadata:
-    entry = saved.get(key)
-    if not isinstance(entry, TensorStorageMetadata):
-        raise DamagedCheckpointError(f"the step has no item {key!r}", phase="read")
-    return entry
