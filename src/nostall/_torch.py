@@ -476,6 +476,14 @@ def is_valid_plan(ranks: int, metadata: Metadata) -> bool:
     return _validate_global_plan(plans, metadata) in (True, [])
 
 
+STATE_DICTS = {
+    "an optimizer": {"state", "param_groups"},
+    "a learning rate scheduler": {"last_epoch", "_last_lr"},
+    "a gradient scaler": {"growth_factor", "_growth_tracker"},
+}
+"""Keys of state dicts whose objects would keep their old values when the dictionary is filled."""
+
+
 def changes_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """In-place changes of each tensor, as counted by torch; not for inference-mode tensors."""
     return [tensor._version for tensor in tensors]

@@ -69,14 +69,6 @@ class PerRank:
         self.stateful = stateful
 
 
-_STATE_DICTS = {
-    "an optimizer": {"state", "param_groups"},
-    "a learning rate scheduler": {"last_epoch", "_last_lr"},
-    "a gradient scaler": {"growth_factor", "_growth_tracker"},
-}
-"""Keys of state dicts whose objects would keep their old values when the dictionary is filled."""
-
-
 def require_state(state: object) -> None:
     """Require that a state can be saved, and restored into."""
     if not isinstance(state, Mapping):
@@ -98,7 +90,7 @@ def require_state(state: object) -> None:
 
 def _require_objects(name: str, value: object) -> None:
     if isinstance(value, dict):
-        for kind, keys in _STATE_DICTS.items():
+        for kind, keys in _torch.STATE_DICTS.items():
             if keys <= value.keys():
                 raise OptionError(
                     f"{name!r} is the state dict of {kind}: restoring would fill this dictionary,"
