@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -56,6 +57,8 @@ def nothing_left_behind() -> Iterator[None]:
     """Every test ends with no process of ours running and the default engine gone."""
     before = descendants()
     yield
+    if (promotions := sys.modules.get("nostall.tier._promotions")) is not None:
+        promotions.close()
     _engine.reset()
     gc.collect()
     left = {command_of(pid) for pid in descendants() - before}

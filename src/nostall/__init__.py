@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from nostall import filesystem_reader as filesystem_reader
     from nostall import integrity as integrity
     from nostall import loading as loading
-    from nostall import local_tier as local_tier
     from nostall import options as options
     from nostall import removal as removal
     from nostall import state_dict_saver as state_dict_saver
     from nostall import stats as stats
+    from nostall import tier as tier
     from nostall import torch_ckpt as torch_ckpt
     from nostall._engine import configure as configure
     from nostall._engine import status as status
@@ -46,11 +46,6 @@ if TYPE_CHECKING:
     from nostall.integrity import latest_complete as latest_complete
     from nostall.integrity import verify as verify
     from nostall.loading import load as load
-    from nostall.local_tier import LocalCheckpoint as LocalCheckpoint
-    from nostall.local_tier import Promotion as Promotion
-    from nostall.local_tier import PromotionStatus as PromotionStatus
-    from nostall.local_tier import local_checkpoints as local_checkpoints
-    from nostall.local_tier import promote as promote
     from nostall.manager import CheckpointManager as CheckpointManager
     from nostall.manager import KeepBest as KeepBest
     from nostall.manager import KeepEvery as KeepEvery
@@ -79,10 +74,7 @@ _HOME = {
     "KeepLatest": "manager",
     "LoadStats": "stats",
     "LoadStatus": "_model.reads",
-    "LocalCheckpoint": "local_tier",
     "PerRank": "manager",
-    "Promotion": "local_tier",
-    "PromotionStatus": "local_tier",
     "SavePlanner": "_save.by_name.planner",
     "SaveStats": "stats",
     "SaveStatus": "_model.progress",
@@ -93,8 +85,6 @@ _HOME = {
     "is_complete": "integrity",
     "latest_complete": "integrity",
     "load": "loading",
-    "local_checkpoints": "local_tier",
-    "promote": "local_tier",
     "remove_checkpoint": "removal",
     "save_state_dict_async_finalize": "state_dict_saver",
     "save_state_dict_async_plan": "state_dict_saver",
@@ -112,13 +102,13 @@ _MODULES = (
     "filesystem_reader",
     "integrity",
     "loading",
-    "local_tier",
     "manager",
     "nvrx_alias",
     "options",
     "removal",
     "state_dict_saver",
     "stats",
+    "tier",
     "torch_ckpt",
 )
 __all__ = ["__version__", *_HOME, *_MODULES]

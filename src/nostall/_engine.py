@@ -34,8 +34,6 @@ from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
 from nostall._storage.removed_files import RemovedFiles
-from nostall._tier.promotion import Promotion, PromotionStatus
-from nostall._tier.promotions import Promotions
 from nostall._writer.handle import WriterProcess
 from nostall.errors import OptionError, SaveAbortedError
 from nostall.options import EngineOptions
@@ -64,8 +62,6 @@ class Engine:
         """Progress of the saves that use this engine."""
         self.removed = RemovedFiles()
         """Files of replaced checkpoints whose blocks storage has not freed."""
-        self.promotions = Promotions(self.options)
-        """Checkpoints in a local tier that are not at their destinations."""
         self._cancellable: set[tuple[str, threading.Event]] = set()
         self._is_closed = False
         self._writers: list[WriterProcess] = []
@@ -292,14 +288,12 @@ class Engine:
             writers, self._writers = self._writers, []
         for writer in writers:
             writer.close()
-        self.promotions.close()
         self.arena.close()
 
     def abandon_after_fork(self) -> None:
         """In a forked child: drop the parent's processes and descriptors."""
         for writer in self._writers:
             writer.abandon_after_fork()
-        self.promotions.abandon_after_fork()
         self.removed.close_all()
 
     def _forget(self, block: Block) -> None:
@@ -353,33 +347,20 @@ def configure(options: EngineOptions) -> None:
                 "the engine cannot be configured while saves are being written",
                 hint="configure it before the first save, or finish the saves in flight first",
             )
-        if _process.engine is not None and _process.engine.promotions.unfinished():
-            raise OptionError(
-                "the engine cannot be configured while checkpoints are being promoted",
-                hint="configure it before the first save, or wait for them: writer.promotion",
-            )
         old, _process.engine = _process.engine, Engine(options)
     if old is not None:
         old.close()
 
 
-def status() -> tuple[SaveStatus | PromotionStatus | LoadStatus, ...]:
-    """Progress of this process's saves, promotions, and loads by nostall's readers, oldest first.
+def status() -> tuple[SaveStatus | LoadStatus, ...]:
+    """Progress of this process's saves, and of loads by nostall's readers, oldest first.
 
     Callable from any thread, without waiting.
     """
     with _process.lock:
         engine = _process.engine
     saves = () if engine is None else engine.under_way.statuses()
-    promotions = () if engine is None else engine.promotions.unfinished()
-    return (*saves, *(each.status for each in promotions), *load_statuses())
-
-
-def missing_promotions() -> list[Promotion]:
-    """Checkpoints of this process that are not at their destinations; some will not get there."""
-    with _process.lock:
-        engine = _process.engine
-    return [] if engine is None else engine.promotions.missing()
+    return (*saves, *load_statuses())
 
 
 def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle:

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
-import nostall._queue.promotions_at_exit  # noqa: F401  # waits for them when the interpreter ends
 from nostall import _torch
 from nostall._engine import default_engine
 from nostall._plan.items import require_representable
@@ -39,9 +38,11 @@ from nostall._save.session import Beside
 from nostall._save.settings import OwnOptions, settings_of
 from nostall._storage.destination import is_place, local_tier_of, place_of
 from nostall._storage.places import is_address
-from nostall._tier.promotion import Promotion
 from nostall.options import StagingMode
 from nostall.stats import SaveStats
+
+if TYPE_CHECKING:
+    from nostall.tier._promotions import Promotion
 
 __all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
 
@@ -101,9 +102,10 @@ class FileSystemWriterAsync(FileSystemWriter):
         use_cached_data_structure: Accepted for compatibility; structure is always cached.
         use_cpu_shm_for_gpu_tensors: Accepted for compatibility; shared memory is always used.
         open_file: A callable with the signature of ``open`` that opens every shard file.
-        local_staging_dir: A directory on a fast disk. The checkpoint is committed there, and then
-            promoted to ``path`` in the background: see :attr:`promotion`. A job that starts again
-            with the same directory goes on with what was left.
+        local_staging_dir: A directory on a local disk, for all checkpoints beside ``path``. The
+            checkpoint is committed there, under the same name, and then promoted to ``path`` in the
+            background: see :attr:`promotion`. A job that starts again with the same directory
+            continues with what was left.
         local_staging_limit: How many committed checkpoints may wait there for their destinations;
             the next save waits, ``EngineOptions.save_timeout_s`` at most.
         local_staging_shared: Whether all ranks see the same ``local_staging_dir``. ``False`` if
@@ -125,6 +127,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     can_run_decentralized_global_plan = True
     """Each rank may make its final plan alone."""
     _own: OwnOptions
+    _tier: tuple[str, Any, Any] | None
+    """``local_staging_dir``, ``local_staging_limit`` and ``local_staging_shared``."""
     _is_coordinator = True
 
     if TYPE_CHECKING:
@@ -176,17 +180,16 @@ class FileSystemWriterAsync(FileSystemWriter):
             **kwargs: Any,
         ) -> None:
             place = place_of(path, storage_options)
+            self._tier = None
             if local_staging_dir is not None:
-                local_staging_dir = local_tier_of(local_staging_dir)
+                root = local_tier_of(local_staging_dir)
+                self._tier = root, local_staging_limit, local_staging_shared
             super().__init__(path, *args, **kwargs)
             self._own = OwnOptions(
                 staging=staging,
                 separation_hint=separation_hint,
                 is_multiproc_io=is_multiproc_io,
                 open_file=open_file,
-                local_staging_dir=local_staging_dir,
-                local_staging_limit=local_staging_limit,
-                local_staging_shared=local_staging_shared,
                 exclusive=exclusive,
             )
             self._start(place, None)
@@ -194,8 +197,17 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _start(self, place: str, staging: Staging | None) -> None:
         """Begin a save. A wrong combination of options is an error here, not when it runs."""
         self.path = place if is_address(place) else Path(place)
-        self._rank_save = RankSave(settings_of(self, self._own), staging)
+        self._rank_save = self._save_to(place, staging)
         """This rank's part of the present save."""
+
+    def _save_to(self, place: str, staging: Staging | None) -> RankSave:
+        if self._tier is None:
+            return RankSave(settings_of(self, self._own), staging)
+        from nostall.tier._saving import TieredSave, local_directory  # other jobs do not need it
+
+        root, limit, shared = self._tier
+        self._own = replace(self._own, directory=local_directory(root, place))
+        return TieredSave(settings_of(self, self._own), staging, limit, shared)
 
     # --- DCP's storage writer -------------------------------------------------------------------
 
@@ -375,4 +387,4 @@ class FileSystemWriterAsync(FileSystemWriter):
         ``None`` on other ranks than the coordinator, before the local commit, and without
         ``local_staging_dir``.
         """
-        return self._rank_save.promotion
+        return getattr(self._rank_save, "promotion", None)

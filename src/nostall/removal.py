@@ -7,19 +7,16 @@ is durable.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nostall import _torch
-from nostall._engine import default_engine
 from nostall._model.names import METADATA_SUFFIX, is_metadata_of_one_rank, is_ours_to_remove
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, object_storage_at
 from nostall._storage.posix import HeldDirectory
-from nostall._tier.local import records_in
-from nostall._tier.parts import is_record
 from nostall.errors import OptionError, WriteError
 
 if TYPE_CHECKING:
@@ -45,29 +42,17 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
 
     A crash at any moment leaves the unchanged checkpoint or none. A second call finishes an
     interrupted one; a directory that does not exist is not an error. Files that do not belong to a
-    checkpoint stay, and with them the directory. Call it on one rank, and not during a save to that
-    directory.
+    checkpoint stay, and with them the directory. Call it on one rank, and not during a save or a
+    promotion to that directory.
 
     Args:
         path: Checkpoint directory, or an address in an object store.
 
     Raises:
-        OptionError: It is not the directory of a checkpoint, or this process is promoting another
-            checkpoint to it.
+        OptionError: It is not the directory of a checkpoint.
         WriteError: Storage refused; see ``path`` and ``errno``.
     """
     directory = place_of(path)  # without a slash at its end, which would follow a link
-    with default_engine().promotions.removing(directory) as is_free:
-        if not is_free:
-            raise OptionError(
-                "a checkpoint is on its way there from the local tier",
-                path=directory,
-                hint="wait for its promotion, or remove it later",
-            )
-        _remove(directory)
-
-
-def _remove(directory: str) -> None:
     opened = _opened(directory)
     if opened is None:
         return
@@ -116,29 +101,23 @@ def _not_removed(what: str, error: OSError, directory: str) -> WriteError:
 
 def _contents(directory: str, names: list[str]) -> _Contents:
     """The names in the directory, by purpose."""
-    names = sorted(names)
-    records = [] if is_address(directory) else records_in(directory, names)
-    contents = _sorted_out(names, records)
+    contents = _sorted_out(sorted(names))
     if contents.others and not contents.metadata and not contents.rest:
         raise _no_checkpoint(directory, f"a directory that holds {contents.others[:3]}")
     return contents
 
 
-def _sorted_out(names: Iterable[str], records: Sequence[str]) -> _Contents:
-    """The names by purpose; records of a local tier are removed last."""
+def _sorted_out(names: Iterable[str]) -> _Contents:
+    """The names by purpose."""
     metadata, rest, others = [], [], []
     for name in names:
-        if name in records:
-            continue
         if name == _torch.METADATA_NAME or is_metadata_of_one_rank(name):
             metadata.append(name)
-        elif any(is_left(name) for is_left in (is_ours_to_remove, is_record)) or (
-            name.endswith(f"{METADATA_SUFFIX}.tmp")
-        ):
+        elif is_ours_to_remove(name) or name.endswith(f"{METADATA_SUFFIX}.tmp"):
             rest.append(name)
         else:
             others.append(name)
-    return _Contents(metadata=tuple(metadata), rest=(*rest, *records), others=tuple(others))
+    return _Contents(metadata=tuple(metadata), rest=tuple(rest), others=tuple(others))
 
 
 def _no_checkpoint(directory: str, what: str) -> OptionError:

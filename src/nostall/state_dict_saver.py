@@ -133,7 +133,7 @@ def _prepare_to_commit_early(
     split, token, identity = save.split, save.results_token, session.save
     if cache is None or split is None or identity is None or session.changed_plan is not None:
         return
-    if token is None or token != cache.sent_token or save.settings.tier is not None:
+    if token is None or token != cache.sent_token or save.settings.is_elsewhere:
         return
     records = coordination.records(identity)
     if records is None:

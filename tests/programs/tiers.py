@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import nostall
-from nostall import _engine
-from nostall._engine import default_engine
 from nostall.core import AsyncCallsQueue
 from nostall.errors import DamagedCheckpointError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache
+from nostall.tier import _promotions as promotions
 from support.states import schedule
 
 
@@ -66,9 +65,9 @@ def save_by_rank(out: Path) -> None:
             "__0_0",
             "__1_0",
         ]
-        # Of this rank's files, those of two saves stay, and those of the last one.
+        # The coordinator keeps the newest whole; the last one may be removed in a moment.
         kept = list((out / f"disk-{rank}").glob(f"*/__{rank}_*"))
-        assert len(kept) <= 3, kept
+        assert len(kept) <= 2, kept
 
 
 def split_saves_by_rank(out: Path) -> None:
@@ -86,7 +85,7 @@ def split_saves_by_rank(out: Path) -> None:
             local_staging_limit=9,
         )
         queue.wait(60)
-    for promotion in default_engine().promotions.unfinished():
+    for promotion in promotions._missing():
         promotion.result(60)
     dist.barrier()
     for step in range(5):
@@ -121,11 +120,7 @@ def save_with_a_damaged_part(out: Path) -> str:
         content = bytearray(file.read_bytes())
         content[2000] ^= 1
         file.write_bytes(content)
-    (promotion,) = [
-        each
-        for each in default_engine().promotions.unfinished()
-        if (each.record == ".metadata") == (rank == 0)
-    ]
+    (promotion,) = promotions._missing()
     dist.barrier()
     if rank == 0:
         far.unlink()
@@ -133,7 +128,7 @@ def save_with_a_damaged_part(out: Path) -> str:
         promotion.result(60)
     except DamagedCheckpointError as error:
         dist.barrier()
-        _engine.reset()  # or this process would end with a failure
+        promotions.close()  # or this process would end with a failure
         assert not (far / "step" / ".metadata").exists()
         return str(error)
     raise AssertionError("it was promoted")
@@ -145,7 +140,7 @@ class OutOfSight(FileSystemWriterAsync):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write them, and move them away."""
         results = super().write_data(plan, planner)
-        (directory,) = Path(self._own.local_staging_dir or "").iterdir()
+        directory = Path(self._own.directory or "")
         for each in directory.glob("__1_*"):
             each.unlink()
         return results

@@ -120,17 +120,6 @@ def test_a_directory_that_may_not_be_removed_is_named(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_files_with_names_of_a_local_tier_stay_elsewhere(tmp_path: Path) -> None:
-    """Only a directory of a tier has records of these names."""
-    for name in (".destination", ".promoted", ".copied", "train.py"):
-        (tmp_path / name).write_text("/somewhere")
-    with pytest.raises(OptionError, match="not a checkpoint"):
-        nostall.remove_checkpoint(tmp_path)
-    dcp.save(small_state(), storage_writer=FileSystemWriterAsync(tmp_path))
-    nostall.remove_checkpoint(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [".copied", ".destination", ".promoted", "train.py"]
-
-
 SWAP = """
 import os, sys
 import nostall

@@ -1,10 +1,10 @@
 """As soak.py, through local tiers, to directories and to an S3 server on loopback in turns.
 
-Of four turns, two go through a tier that both ranks share, two through one of each rank. After
-every kill, of a trainer, a writer process or the process that promotes, each destination has
-nothing or one whole checkpoint that is not older than before, and every save that was reported is
-there or in the shared tier. After one more save to each destination all of them are there, and
-nothing else is.
+Of four turns, two go through a disk that both ranks share, two through one of each rank. After
+every kill, of a trainer, a writer process or the process that copies, each destination has nothing
+or one whole checkpoint that is not older than before, and every save that was reported is there or
+on the shared disk. After one more save to each destination all of them are there, and on shared
+disks and at their destinations nothing else is.
 
     python tests/stress/tier_soak.py --kills 200
 """
@@ -46,6 +46,7 @@ from support.waiting import wait_until
 
 TURNS = 4
 LIMIT = 3
+SHARED = range(TURNS // 2)
 
 
 def destination_of(root: Path, bucket: str, save: int) -> str:
@@ -55,8 +56,8 @@ def destination_of(root: Path, bucket: str, save: int) -> str:
 
 
 def tier_of(root: Path, save: int, rank: int) -> Path:
-    """The local tier of a rank."""
-    return root / (f"tier-{rank}" if is_by_rank(save) else "tier")
+    """The local root of a rank."""
+    return root / (f"tier-{save % TURNS}" + f"-{rank}" * is_by_rank(save))
 
 
 def is_by_rank(save: int) -> bool:
@@ -107,10 +108,16 @@ def _save_at(place: str) -> int:
     return -1 if save is None else save
 
 
+def beside(place: str) -> list[str]:
+    """Names at a destination, if there are more than those of one checkpoint."""
+    names = sorted(storage_at(place).list())
+    return names if len(names) > RANKS + 1 else []
+
+
 def not_named(root: Path) -> list[str]:
-    """Files in the shared tier beside those of the checkpoint in each directory."""
-    places = [each.path for each in nostall.local_checkpoints(root / "tier")]
-    shards = {place: [*Path(place).glob(f"*{SHARD_SUFFIX}")] for place in places}
+    """Files on the shared disk beside those of the checkpoint in each directory."""
+    places = [each for turn in SHARED for each in tier_of(root, turn, 0).glob("turn-*")]
+    shards = {place: [*place.glob(f"*{SHARD_SUFFIX}")] for place in places}
     return [f"{each}" for found in shards.values() if len(found) != RANKS for each in found]
 
 
@@ -136,13 +143,12 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
         committed |= life.committed
         totals.update({name: count for name, count in life.counts.items() if "of" not in name})
         totals["lives"] += 1
-        local = {each.destination: each for each in nostall.local_checkpoints(root / "tier")}
         for turn, (place, before) in enumerate(seen.items()):
             found = _save_at(place)
             if found < before:
                 raise Violation(f"{place} had save {before}, and has {found}")
             seen[place] = found
-            near = _save_at(local[place].path) if place in local else -1
+            near = _save_at(f"{tier_of(root, turn, 0)}/turn-{turn}") if turn in SHARED else -1
             due = [save for save in committed if destination_of(root, bucket, save) == place]
             if not is_by_rank(turn) and max(found, near) < max(due, default=-1):
                 raise Violation(f"{place}: save {max(due)} is gone; {found}, {near} are there")
@@ -153,6 +159,9 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
     last.start()
     try:
         last.wait_for(TURNS)
+        wait_until(lambda: all(_save_at(place) > newest for place in seen))
+        with suppress(AssertionError):  # they are removed behind the publication
+            wait_until(lambda: not any(beside(place) for place in [*seen][: len(SHARED)]))
         with suppress(AssertionError):  # they are removed behind the commit
             wait_until(lambda: not not_named(root))
         if left := not_named(root):
@@ -160,16 +169,13 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
     finally:
         last.end()
     committed |= last.committed
-    tiers = {tier_of(root, turn, rank) for turn in range(TURNS) for rank in range(RANKS)}
-    for promotion in [each for tier in tiers for each in nostall.promote(tier)]:
-        promotion.result(PATIENCE_S)
-    for place in seen:
+    for turn, place in enumerate(seen):
         due = [save for save in committed if destination_of(root, bucket, save) == place]
-        found, names = _save_at(place), storage_at(place).list()
+        found = _save_at(place)
         if found < max(due, default=-1):
             raise Violation(f"{place}: save {max(due)} was committed; {found} was promoted")
-        if len(names) != RANKS + 1:
-            raise Violation(f"{place} has files that belong to nothing: {sorted(names)}")
+        if turn in SHARED and beside(place):
+            raise Violation(f"{place} has files that belong to nothing: {beside(place)}")
     return {
         **totals,
         "kills": killed,

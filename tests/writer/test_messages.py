@@ -22,7 +22,6 @@ from nostall._model.jobs import (
     WriteJob,
     WriteWork,
 )
-from nostall._tier.promoting import Promote, Promoting, PromotionJob
 from nostall._writer.child import ChildProcess, import_paths
 from nostall._writer.main import _Writer
 from nostall._writer.messages import (
@@ -41,6 +40,7 @@ from nostall._writer.messages import (
     send,
 )
 from nostall.errors import ProtocolError
+from nostall.tier._main import Ask, News
 
 NO_UTF8 = os.fsdecode(b"/d\xff\xfe")
 SEAL = Seal(
@@ -88,20 +88,17 @@ RECEIPT = FileReceipt(
     failed_attempts=("EIO",),
 )
 FAILURE = Failure(kind="WriteError", message="m", phase="write", path=NO_UTF8, errno=28)
-PROMOTION = PromotionJob(
-    directory=NO_UTF8, destination="s3://b/k", io_threads=4, chunk_nbytes=1, retries=0, record="r"
-)
 MESSAGES: tuple[Message, ...] = (
     JOB,
     MapBlock(1, 4096),
     UnmapBlock(1),
     Cancel("j"),
     Call("1"),
-    Promote("0", PROMOTION, ["p"]),
+    Ask({"job": "0", "root": "/p", "files": ("a",)}),
     Ready(),
     Progress("j", 7),
     Created("j", NO_UTF8),
-    Promoting("0", waits="for rank 1"),
+    News("0", {"trouble": "for rank 1"}),
     Answer("j", RankWritten(rank=0, receipts=(RECEIPT,))),
     Answer("j", RankFailed(rank=0, failure=FAILURE)),
     Answer("j", None),

@@ -59,9 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _named(each: Listed) -> str:
-    if each.link is not None:
-        return f"{each.name} -> {each.link}"
-    return each.name if each.destination is None else f"{each.name}, for {each.destination}"
+    return each.name if each.link is None else f"{each.name} -> {each.link}"
 
 
 def _plain(listed: Listed) -> dict[str, object]:

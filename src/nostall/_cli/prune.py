@@ -31,13 +31,14 @@ from nostall._manager.policies import (
 )
 from nostall._model.wording import counted
 from nostall.errors import NostallError, OptionError
+from nostall.tier._local import RECORD
 
 HELP = "remove checkpoints that no policy keeps; a dry run by default"
 DESCRIPTION = (
     "Remove the complete checkpoints that no policy keeps. Always kept: the last"
     " committed complete checkpoint, whatever a symbolic link in ROOT leads to, names that do"
-    " not end with a step, everything that is not complete or in a local tier, and everything that"
-    " is not directly in ROOT."
+    " not end with a step, and everything that is not complete, in a local_staging_dir, or not"
+    " directly in ROOT."
 )
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _INTERVAL = re.compile(r"(\d+)([smhd])")
@@ -194,7 +195,7 @@ def why_kept(
         if each.state is State.COMPLETE
         and each.step is not None
         and not each.is_inside
-        and each.destination is None
+        and not _is_local(each)
     ]
     kept = {path: ", ".join(why) for path, why in reasons(candidates, rules).items()}
     for each in checkpoints:
@@ -202,8 +203,8 @@ def why_kept(
             kept[each.path] = each.state.value
         elif each.is_inside:
             kept[each.path] = "inside of another directory"
-        elif each.destination is not None:
-            kept[each.path] = "in a local tier"
+        elif _is_local(each):
+            kept[each.path] = "in a local_staging_dir"
         elif each.step is None:
             kept[each.path] = "no step in its name"
         elif os.path.realpath(each.path) in linked:
@@ -211,6 +212,10 @@ def why_kept(
     if newest is not None:
         kept.setdefault(newest.path, "the last complete one")
     return kept
+
+
+def _is_local(each: Listed) -> bool:
+    return os.path.exists(os.path.join(os.path.dirname(each.path), RECORD))
 
 
 def _verified(each: Listed) -> Listed:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from nostall._manager.retention import Activity
 from nostall._model.interrupts import uninterrupted
-from nostall._tier.promotion import Promotion
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, SaveAbortedError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -25,6 +24,9 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from nostall.stats import SaveStats
+
+if TYPE_CHECKING:
+    from nostall.tier import Promotion
 
 _log = logging.getLogger("nostall")
 

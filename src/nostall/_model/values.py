@@ -182,7 +182,7 @@ class RankFiles(NamedTuple):
     """Names of files there from earlier saves of this rank whose outcome it does not know: they may
     belong to a checkpoint."""
     belongs_at: str | None = None
-    """Where the checkpoint goes from a local tier."""
+    """Where the checkpoint is to be in the end, if it is committed in another directory first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

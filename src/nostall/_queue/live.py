@@ -11,7 +11,6 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-import nostall._queue.promotions_at_exit  # noqa: F401  # registered before: it runs after
 from nostall._engine import default_engine
 from nostall._queue.at_exit import (
     Unfinished,

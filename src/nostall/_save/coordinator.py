@@ -132,8 +132,7 @@ def _publication_by_dcp(
 def _send_as_note(metadata: Metadata, save: RankSave) -> None:
     """Let ``dcp.save`` send a note of where the metadata is, if other ranks can read it there."""
     settings, storage_meta = save.settings, metadata.storage_meta
-    # Other hosts may not see a local tier.
-    if settings.tier is None and storage_meta is not None and storage_meta.save_id is not None:
+    if not settings.is_elsewhere and storage_meta is not None and storage_meta.save_id is not None:
         name = os.path.basename(settings.metadata_path)
         send_as_note(metadata, settings.directory, name, storage_meta.save_id)
 
@@ -155,7 +154,7 @@ def require_written_here(save: RankSave, written: Sequence[RankFiles | None]) ->
 
     Raises:
         RankMismatchError: A rank wrote to another directory than this rank.
-        WriteError: To another local tier of the same path.
+        WriteError: To another disk of the same path.
     """
     here, rank = save.settings.belongs_at, save.settings.rank
 
@@ -171,8 +170,7 @@ def require_written_here(save: RankSave, written: Sequence[RankFiles | None]) ->
 
     directories = [None if each is None else each.belongs_at or each.directory for each in written]
     require_one_directory(directories, here, rank=rank, is_same=is_same_in_time)
-    if save.settings.tier is not None:
-        save.settings.tier.require_files(written, default_engine(), rank)
+    save.before_commit(written)
 
 
 def publish(
@@ -206,8 +204,7 @@ def publish(
             visit=save.visit,
             exclusive=settings.options.exclusive,
         )
-    if settings.tier is not None:
-        save.promotion = settings.tier.begin(default_engine())
+    save.after_commit()
     if fresh:
         metadata.version = _torch.DCP_VERSION
         metadata.storage_data = publication.storage_data

@@ -8,7 +8,7 @@ results and figures; nothing about a save is kept elsewhere.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -42,7 +42,6 @@ from nostall._save.written import (
 from nostall._storage.deadlines import in_time, remove_in_time
 from nostall._storage.directories import Visit
 from nostall._storage.places import storage_at
-from nostall._tier.promotion import Promotion
 from nostall.errors import NostallError, OptionError, StagingError
 from nostall.stats import SaveStats, Timeline
 
@@ -99,11 +98,8 @@ class RankSave:
         self.slowest_rank: int | None = None
         """The rank whose files were durable last, once it is known."""
         self._may_replace: bool | None = None
-        self._has_begun_part = False
         self.named_plan: NamedGlobalPlan | None = None
         """On the coordinator, if ``SavePlanner`` has made or found it."""
-        self.promotion: Promotion | None = None
-        """On the coordinator, once the checkpoint is committed in a local tier."""
 
     def __reduce__(self) -> tuple[type[RankSave], tuple[WriterSettings]]:
         """In another process, a new save: this one belongs to this process."""
@@ -208,9 +204,7 @@ class RankSave:
             prepared.target.progress.end()
         receipts = report.receipts if isinstance(report, RankWritten) else ()
         self._state = Written(visit=visit, receipts=receipts)
-        written = written_files(prepared, report)
-        self._begin_part(written)
-        return written_items(results, written, prepared, sent_token)
+        return written_items(results, written_files(prepared, report), prepared, sent_token)
 
     def _prepared_by_name(
         self, plan: SavePlan, resolver: Resolver
@@ -226,13 +220,6 @@ class RankSave:
         finally:
             resolver.forget_state()
         return prepared, resolver.sent_token
-
-    def _begin_part(self, written: RankFiles) -> None:
-        """Begin to bring this rank's files from a local tier, once."""
-        tier, begun = self.settings.tier, self._has_begun_part
-        self._has_begun_part = True
-        if tier is not None and not begun:
-            tier.begin_part(written, default_engine(), self.settings.rank)
 
     def _take_staging(self) -> None:
         """Adopt the staging's figures, and refuse a copy that failed.
@@ -335,9 +322,7 @@ class RankSave:
             return _torch.wrap_exception(error)
 
     def _answer(self, split: SplitSave, ask: Callable[[SplitSave], T]) -> T:
-        answer = ask(split)
-        self._begin_part(split.written_files)  # before the coordinator can commit
-        return answer
+        return ask(split)
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -400,6 +385,12 @@ class RankSave:
         )
 
     # --- its end --------------------------------------------------------------------------------
+
+    def before_commit(self, written: Sequence[RankFiles | None]) -> None:
+        """Do nothing; a subclass may refuse the files of all ranks. On the coordinator."""
+
+    def after_commit(self) -> None:
+        """Do nothing; a subclass may use what was just committed. On the coordinator."""
 
     @property
     def visit(self) -> Visit | None:

@@ -18,14 +18,12 @@ from nostall._model.names import FileFormat
 from nostall._model.progress import Progress
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing
-from nostall._save.tier import Tier, require_possible
-from nostall._storage.destination import make_ready, may_hold, must_stay
+from nostall._storage.destination import make_ready, may_hold
 from nostall._storage.directories import Visit, has_failed_in
 from nostall._storage.places import is_address, storage_at
 from nostall._storage.streams import StreamTarget
-from nostall._tier.local import directory_in
 from nostall.errors import OptionError
-from nostall.options import StagingMode, WriterOptions, require_integer, require_switch
+from nostall.options import StagingMode, WriterOptions, require_switch
 from nostall.stats import Timeline
 
 _PROCESSES_FOR_MULTIPROC_IO = 2
@@ -43,11 +41,9 @@ class OwnOptions:
     separation_hint: str | None
     is_multiproc_io: bool
     open_file: Callable[..., Any]
-    local_staging_dir: str | None
-    """An absolute path."""
-    local_staging_limit: Any
-    local_staging_shared: Any
     exclusive: Any
+    directory: str | None = None
+    """In which the checkpoint is committed instead of the writer's path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +59,8 @@ class WriterSettings:
     stream: StreamTarget | None
     transform_descriptors: tuple[str, ...] | None
     """Tells DCP's reader how to undo stream transforms; ``None`` without any."""
-    tier: Tier | None = None
-    """If ``directory`` is in a local tier."""
+    belongs_at: str
+    """Where the checkpoint is to be in the end; the same for all ranks."""
 
     @property
     def metadata_path(self) -> str:
@@ -89,31 +85,26 @@ class WriterSettings:
         Raises:
             CheckpointExistsError: There is one.
             WriteError: The directory cannot be made.
-            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds, or that
-                long too many checkpoints wait in the local tier.
+            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
         """
-        timeout_s, others = engine.options.save_timeout_s, self._metadata_names()
-        overwrite = self.options.overwrite
-        if self.tier is not None:
-            self.tier.make_room(engine, is_part=False, rank=self.rank)
-            if not overwrite:
-                far = self.tier.destination
-                if may_hold(far, others, rank=self.rank, timeout_s=timeout_s):
-                    raise must_stay(far, self.rank)
-                overwrite = self.tier.is_promoted(engine, self.rank)  # and removed there since
         return make_ready(
             self.directory,
             self._metadata_name,
-            [name for name in others if name != self._metadata_name],
-            overwrite=overwrite,
+            [name for name in self._metadata_names() if name != self._metadata_name],
+            overwrite=self.options.overwrite,
             rank=self.rank,
-            timeout_s=timeout_s,
+            timeout_s=engine.options.save_timeout_s,
         )
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the directory, which other hosts may not see, is not where it belongs."""
+        return self.directory != self.belongs_at
 
     @property
     def has_unique_names(self) -> bool:
         """Whether file names are unique, so that an existing checkpoint does not matter to them."""
-        return self.tier is not None or is_address(self.directory)
+        return self.is_elsewhere or is_address(self.directory)
 
     def may_replace(self, engine: Engine) -> bool:
         """Whether the directory may contain a checkpoint.
@@ -127,11 +118,6 @@ class WriterSettings:
             rank=self.rank,
             timeout_s=engine.options.save_timeout_s,
         )
-
-    @property
-    def belongs_at(self) -> str:
-        """Where the checkpoint is to be in the end; the same for all ranks."""
-        return self.directory if self.tier is None else self.tier.destination
 
     def packing(self, engine: Engine) -> Packing:
         """The number and size of a rank's files."""
@@ -171,8 +157,6 @@ class WriterSettings:
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank}_"
         # A reader of the previous checkpoint's metadata must not find new files under its names.
         is_beside = getattr(plan.storage_data, "beside", None) == self.directory
-        if self.tier is not None and not self.tier.is_shared:
-            self.tier.make_room(engine, is_part=True, rank=self.rank)
         if replaces is None and not self.has_unique_names:
             replaces = is_beside or self.may_replace(engine)
         is_suffixed = replaces or self.has_unique_names or has_failed_in(self.directory)
@@ -250,26 +234,21 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             path=str(writer.path),
             hint="leave them out, or save to a directory",
         )
+    if has_stream and own.directory is not None:
+        raise OptionError(
+            "open_file and stream extensions do not support local_staging_dir",
+            path=str(writer.path),
+            hint="leave one of them out",
+        )
     if has_stream and file_format is FileFormat.SAFETENSORS:
         raise OptionError(
             "open_file and stream extensions need SerializationFormat.TORCH_SAVE",
             path=str(writer.path),
             hint="leave them out: a file of safetensors is written as a whole",
         )
-    place, tier = str(writer.path), None
-    if own.local_staging_dir is not None:
-        require_possible(own.local_staging_dir, place, writer, has_stream=bool(has_stream))
-        tier = Tier(
-            path=own.local_staging_dir,
-            destination=place,
-            directory=directory_in(own.local_staging_dir, place),
-            is_shared=require_switch("local_staging_shared", own.local_staging_shared),
-            limit=require_integer("local_staging_limit", own.local_staging_limit, at_least=1),
-            overwrite=require_switch("overwrite", writer.overwrite),
-        )
-        place = tier.directory
     return WriterSettings(
-        directory=place,
+        directory=own.directory or str(writer.path),
+        belongs_at=str(writer.path),
         rank=writer.rank or 0,
         is_alone=not writer.use_collectives,
         options=WriterOptions(
@@ -285,5 +264,4 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
         ),
         stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,
-        tier=tier,
     )

@@ -72,7 +72,7 @@ def commit_split_save(
 
 
 # The collector would visit each message several times. In here storage is waited for only where
-# ranks name the directory differently, and with a local tier.
+# ranks name the directory differently, and with local_staging_dir.
 @no_collection()
 def _decide(
     save: RankSave,

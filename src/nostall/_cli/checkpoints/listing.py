@@ -27,7 +27,6 @@ from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, storage_at
 from nostall._storage.port import Files, Stat, leaves_open, reason
 from nostall._storage.reading import open_to_read
-from nostall._tier.local import destination_of
 from nostall.errors import (
     DamagedCheckpointError,
     NostallError,
@@ -69,16 +68,11 @@ class Listed:
     """Whether nostall has committed it."""
     link: str | None = None
     """Where a symbolic link leads that has this path; ``None`` for a directory."""
-    destination: str | None = None
-    """Where a checkpoint in a local tier belongs."""
 
     @property
     def step(self) -> int | None:
-        """The number at the end of the name, as in ``step-100`` or ``step=100.ckpt``.
-
-        In a local tier, where names end with digits of a hash, the destination's.
-        """
-        return step_in(self.destination or self.name)
+        """The number at the end of the name, as in ``step-100`` or ``step=100.ckpt``."""
+        return step_in(self.name)
 
     @property
     def order(self) -> tuple[float, bool, int, str]:
@@ -258,10 +252,6 @@ def look_at(path: str) -> Listed | None:
             at_s = os.stat(path).st_mtime
     except OSError:
         return None
-    try:
-        destination = None if is_address(path) else destination_of(path)
-    except OSError:
-        return _unreadable(path)
     nbytes = sum(each.nbytes for each in stats.values())
     manifest = None
     if committed:
@@ -278,7 +268,6 @@ def look_at(path: str) -> Listed | None:
         files=len(shards if manifest is None else manifest.files),
         at_s=at_s if manifest is None else manifest.committed_at_s,
         manifest=manifest is not None,
-        destination=destination,
     )
 
 

@@ -1,0 +1,386 @@
+"""The trainer's side: promotions that are under way, and the process that copies."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from itertools import count
+from typing import Any, NamedTuple, TypeVar
+
+from nostall._engine import default_engine
+from nostall._model.interrupts import is_done, on_done, result_of, uninterruptible
+from nostall._model.jobs import Failure, RankFailed
+from nostall._model.wording import counted
+from nostall._queue.at_exit import end_with_a_loss
+from nostall._queue.live import finish_all_at_exit
+from nostall._queue.preemption import preemption
+from nostall._ranks.failures import error_of, failure_of
+from nostall._storage.deadlines import in_time
+from nostall._storage.destination import local_tier_of, place_of
+from nostall._storage.places import is_address, storage_options_of
+from nostall._writer.child import ChildProcess, bare_arguments, import_paths
+from nostall._writer.messages import Message
+from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
+from nostall.tier._local import Record, committed_at, committed_in, is_locked, names_in, opened_lock
+from nostall.tier._main import Ask, Job, News
+
+T = TypeVar("T")
+
+_log = logging.getLogger("nostall")
+
+_MOST_STARTS = 3
+"""Processes that may die from one promotion before it waits for the next start of the job."""
+_OPTIONS: Job = {"overwrite": False, "exclusive": False, "is_left": False, "is_part": False}
+"""Whether a checkpoint at the destination may be replaced that is not from here; nobody else saves
+there; an earlier job has left it; another host has its metadata. Then ``files`` are those to bring.
+"""
+_OPTIONS["files"] = ()
+
+
+class PromotionStatus(NamedTuple):
+    """Progress of one promotion of this process."""
+
+    path: str
+    """The destination."""
+    local_path: str
+    nbytes: int
+    """Bytes of its files; 0 before the first is copied."""
+    written_nbytes: int
+    """Bytes that the destination has accepted."""
+    seconds: float
+    """Time since the local commit."""
+    trouble: str
+    """Why it does not go on; empty if it does."""
+
+    def __str__(self) -> str:
+        done, of = self.written_nbytes / 1e6, self.nbytes / 1e6
+        text = f"promotion to {self.path}: {done:.1f} of {of:.1f} MB after {self.seconds:.1f} s"
+        return f"{text}: {self.trouble}" if self.trouble else text
+
+
+class Promotion:
+    """A committed checkpoint on its way from a local disk to its destination."""
+
+    def __init__(self, root: Root, message: Job) -> None:
+        self.root = root
+        self.message = message
+        self.local_path = os.path.join(root.path, message["name"])
+        """The local directory."""
+        self.path = f"{root.destination}/{message['name']}"
+        """The destination."""
+        self.starts = 0
+        self._began_s = time.monotonic()
+        self._news: Job = {"of": 0, "nbytes": 0, "trouble": ""}
+        self._outcome: Future[Failure | None] = Future()
+
+    def __repr__(self) -> str:
+        return f"<{'done' if self.done else self.status}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over: the destination has the checkpoint, or will not get it."""
+        return is_done(self._outcome)
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why the destination will not get the checkpoint, if it is over."""
+        return result_of(self._outcome) if self.done else None
+
+    @property
+    def status(self) -> PromotionStatus:
+        """Its progress."""
+        nbytes, written_nbytes = self._news["of"], self._news["nbytes"]
+        seconds, trouble = time.monotonic() - self._began_s, self._news["trouble"]
+        return PromotionStatus(self.path, self.local_path, nbytes, written_nbytes, seconds, trouble)
+
+    def result(self, timeout: float | None = None) -> None:
+        """Return when the checkpoint, or a later one in its place, is committed at the destination.
+
+        Raises:
+            SaveTimeoutError: It is not within ``timeout`` seconds; it stays in its local directory.
+            DamagedCheckpointError: The local checkpoint is damaged or gone.
+            CheckpointExistsError: A checkpoint at the destination must not be replaced.
+            SaveError: Its process could not be started, or died again and again.
+        """
+        if not is_done(self._outcome, threading.TIMEOUT_MAX if timeout is None else timeout):
+            raise SaveTimeoutError(
+                f"not at the destination after {timeout:g} s: {self.status}",
+                phase="promote",
+                path=self.path,
+                hint=f"it is committed in {self.local_path}, and its promotion goes on",
+            )
+        if (failure := self.failure) is not None:
+            raise error_of(RankFailed(rank=0, failure=failure))
+
+    def note(self, news: Job) -> None:
+        """Record progress, or trouble; that is logged when it is new."""
+        trouble = news.get("trouble", "")
+        if trouble and trouble != self._news["trouble"] and "is_expected" not in news:
+            _log.warning("not promoted yet, trying again: path=%s: %s", self.path, trouble)
+        self._news = {**self._news, "trouble": "", **news}
+
+    def end(self, failure: Failure | None) -> None:
+        """Record how it ended; the first end counts."""
+        if failure is not None:
+            _log.error("not promoted: path=%s: %s", self.path, failure.message)
+        with uninterruptible(), suppress(InvalidStateError):
+            self._outcome.set_result(failure)
+
+
+class _Copying(ChildProcess[Failure | None]):
+    """The process that copies; it never imports torch."""
+
+    kind = "copying process"
+
+    def __init__(self) -> None:
+        self._asked: dict[str, Promotion] = {}
+        self._numbers = count()
+        options = default_engine().options
+        super().__init__(
+            bare_arguments("nostall.tier._main"),
+            cpu_priority=options.cpu_priority,
+            io_priority=options.io_priority,
+        )
+
+    def ask(self, promotion: Promotion) -> Future[Failure | None]:
+        """Ask for a promotion; the future always ends."""
+        job, root = str(next(self._numbers)), promotion.root
+        self._asked[job] = promotion
+        message: Job = {
+            **promotion.message,
+            "job": job,
+            "root": root.path,
+            "destination": root.destination,
+            "shared": root.shared,
+            "storage_options": storage_options_of(root.destination),
+            "sys_path": import_paths() if is_address(root.destination) else [],
+        }
+        outcome = self._ask(job, lambda failure: failure, [(Ask(message), (root.lock_fd,))])
+        on_done(outcome, lambda _: self._asked.pop(job, None))
+        return outcome
+
+    def _handle_event(self, message: Message) -> None:
+        if not isinstance(message, News):
+            super()._handle_event(message)
+        elif (promotion := self._asked.get(message.job)) is not None:
+            promotion.note(message.news)
+
+
+class Root:
+    """A local root of this process, its destination, and its promotions. Thread-safe."""
+
+    def __init__(self, path: str, destination: str, *, shared: bool) -> None:
+        self.path = path
+        self.destination = destination
+        self.shared = shared
+        self.lock_fd = -1
+        """Of the lock, from :meth:`start` on."""
+        self.being_saved: list[str] = []
+        """Names of directories into which saves of this process write."""
+        self._promotions: list[Promotion] = []
+
+    def start(self, *, even_if_locked: bool) -> None:
+        """Start the process that copies, and promote what earlier jobs have left. Once.
+
+        ``even_if_locked``: also if another process copies from here; this one waits for its end.
+        """
+        if self.lock_fd >= 0:
+            return
+        os.makedirs(self.path, exist_ok=True)
+        record = Record(self.path, self.destination)
+        fd = opened_lock(self.path)
+        if not is_locked(fd) and not even_if_locked:
+            os.close(fd)
+            return
+        record.write()
+        left = [each.name for each in committed_in(self.path) if not record.has(each)]
+        self.lock_fd = fd
+        _process.running()  # from Python 3.12 on, an ending interpreter starts no thread for it
+        for name in left:
+            self.begin(name, is_left=True)
+        for name in [] if self.shared else names_in(self.path):
+            if committed_at(self.path, name) is None:
+                self.begin(name, is_left=True, is_part=True)
+
+    def begin(self, name: str, **options: Any) -> Promotion:
+        """Promote what is committed in a directory; with :data:`_OPTIONS`. Failures come later."""
+        promotion = Promotion(self, {**_OPTIONS, **options, "name": name})
+        with uninterruptible():  # what is pending is submitted
+            missing = [
+                each for each in self.missing() if not each.done or each.path != promotion.path
+            ]
+            self._promotions = [*missing, promotion]
+            self._submit(promotion)
+        return promotion
+
+    def missing(self) -> list[Promotion]:
+        """The promotions that are not over, or have failed and were not replaced."""
+        return [each for each in self._promotions if not each.done or each.failure is not None]
+
+    def waiting(self) -> list[Promotion]:
+        """The promotions that are not over, of what is committed here."""
+        return [each for each in self._promotions if not each.done and not each.message["is_part"]]
+
+    def _submit(self, promotion: Promotion) -> None:
+        promotion.starts += 1
+        try:
+            outcome = _process.running().ask(promotion)
+            on_done(outcome, lambda answered: self._settle(promotion, answered.result()))
+        except Exception as error:  # no process can be started; the checkpoint is committed
+            promotion.end(failure_of(error, phase="promote"))
+
+    def _settle(self, promotion: Promotion, failure: Failure | None) -> None:
+        has_died = failure is not None and failure.kind == "WriterDiedError"
+        if has_died and promotion.starts < _MOST_STARTS:
+            _log.warning("promoting again: path=%s", promotion.path)
+            self._submit(promotion)
+        else:
+            promotion.end(failure)
+
+
+class _Process:
+    """What this process promotes. A forked child promotes nothing."""
+
+    def __init__(self) -> None:
+        self.roots: dict[str, Root] = {}
+        self.lock = threading.Lock()
+        self._copying: _Copying | None = None
+
+    def running(self) -> _Copying:
+        """The process that copies."""
+        with self.lock:
+            if self._copying is None or not self._copying.alive:
+                self._copying = _Copying()
+            return self._copying
+
+    def close(self, *, is_fork: bool = False) -> None:
+        """End the process that copies, and forget everything."""
+        copying, self._copying = self._copying, None
+        if copying is not None and is_fork:
+            copying.abandon_after_fork()
+        elif copying is not None:
+            copying.kill("it was closed", kind="SaveAbortedError")
+        for root in self.roots.values():
+            if root.lock_fd >= 0:
+                os.close(root.lock_fd)
+        self.roots, self.lock = {}, threading.Lock()
+
+
+_process = _Process()
+close = _process.close
+os.register_at_fork(after_in_child=lambda: close(is_fork=True))
+
+
+def root_at(path: str, destination: str, *, shared: bool) -> Root:
+    """The local root of this process at a path.
+
+    Raises:
+        OptionError: It has another destination in this process, or is shared otherwise.
+    """
+    with _process.lock:
+        root = _process.roots.setdefault(path, Root(path, destination, shared=shared))
+    if (root.destination, root.shared) != (destination, shared):
+        raise OptionError(
+            f"its checkpoints belong in {root.destination}, local_staging_shared={root.shared}",
+            path=path,
+            hint="use a local directory for each directory of checkpoints",
+        )
+    return root
+
+
+def promote(
+    local_root: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    shared: bool = True,
+) -> tuple[Promotion, ...]:
+    """Promote what an earlier job has committed in a local root; on one rank.
+
+    The first save with ``local_staging_dir=local_root`` does that, too.
+
+    Args:
+        local_root: The directory that was ``local_staging_dir``.
+        destination: The directory, or address, in which the checkpoints belong.
+        shared: What was ``local_staging_shared``. If false, call it on one rank of each host, and
+            let all of them live until the promotions that the coordinator's host returns are over.
+
+    Returns:
+        The promotions that are not over, oldest first; the process waits for them when it ends.
+
+    Raises:
+        OptionError: A path cannot name a directory, or the root has another destination.
+        WriteError: The local disk refuses, or the root has another destination.
+    """
+    root = root_at(local_tier_of(local_root), place_of(destination), shared=shared)
+    on_disk(root.path, lambda: root.start(even_if_locked=True))
+    return tuple(root.waiting())
+
+
+def on_disk(path: str, call: Callable[[], T], *, phase: str = "plan", rank: int = 0) -> T:
+    """The result of a call of the local disk.
+
+    Raises:
+        SaveTimeoutError: It does not answer.
+        WriteError: It refuses.
+    """
+    timeout_s, doing = default_engine().options.save_timeout_s, "looking at local_staging_dir"
+    try:
+        return in_time(call, timeout_s=timeout_s, doing=doing, phase=phase, path=path, rank=rank)
+    except NostallError:
+        raise
+    except OSError as error:
+        raise WriteError(
+            f"local_staging_dir cannot be used: {error.strerror or error}",
+            errno=error.errno,
+            rank=rank,
+            phase=phase,
+            path=path,
+            hint="it must be a directory that this user can write to, for one destination",
+        ) from error
+
+
+def status() -> tuple[PromotionStatus, ...]:
+    """Progress of this process's promotions that are not over; callable from any thread."""
+    return tuple(each.status for root in [*_process.roots.values()] for each in root.waiting())
+
+
+def _missing() -> list[Promotion]:
+    found = [each for root in [*_process.roots.values()] for each in root.missing()]
+    return [each for each in found if not each.message["is_left"] or not each.message["is_part"]]
+
+
+def _finish_at_exit() -> None:
+    """Wait for all promotions; end the process with a failure if one is not over in time.
+
+    Ctrl-C ends the wait.
+    """
+    finish_all_at_exit()  # as registered, it runs later; its saves are promoted, too
+    timeout_s = min(default_engine().options.exit_timeout_s, preemption.left_s)
+    deadline_s = time.monotonic() + timeout_s
+    with suppress(KeyboardInterrupt):
+        if unfinished := [each for each in _missing() if not each.done]:
+            _log.warning(
+                "the interpreter ends with %s on the way to the destination; waiting up to %g s",
+                counted(len(unfinished), "checkpoint"),
+                timeout_s,
+            )
+        for each in unfinished:
+            with suppress(NostallError):
+                each.result(max(0.0, deadline_s - time.monotonic()))
+    for each in (left := _missing()):
+        if each.failure is not None:
+            why = f"{each.failure.message} ({each.failure.hint})"
+        else:
+            why = f"{each.status}; a job that starts with the same local_staging_dir goes on"
+        _log.error("not at its destination: path=%s local=%s: %s", each.path, each.local_path, why)
+    if left:
+        end_with_a_loss()
+
+
+atexit.register(_finish_at_exit)

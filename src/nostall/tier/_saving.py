@@ -1,0 +1,225 @@
+"""A save with ``local_staging_dir``: an ordinary save to the local root, then its promotion."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+import psutil
+from torch.distributed.checkpoint.planner import SavePlan
+
+from nostall._engine import default_engine
+from nostall._model.names import METADATA_NAME
+from nostall._model.threads import start_apart
+from nostall._model.values import RankFiles
+from nostall._plan.items import Resolver
+from nostall._save.rank_save import RankSave, Staging
+from nostall._save.settings import SaveTarget, WriterSettings
+from nostall._save.split_save import SplitSave
+from nostall._save.written import WrittenItems
+from nostall._storage.destination import may_hold, must_stay
+from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
+from nostall.options import require_integer, require_switch
+from nostall.removal import remove_checkpoint
+from nostall.tier._local import Record, committed_at, committed_in, is_plain, names_in
+from nostall.tier._promotions import Promotion, Root, on_disk, root_at
+
+T = TypeVar("T")
+
+_log = logging.getLogger("nostall")
+
+_NO_LOCAL_DISKS = {
+    *("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "gpfs", "beegfs"),
+    *("afs", "9p", "glusterfs", "wekafs", "ocfs2", "gfs2", "pvfs2", "orangefs", "virtiofs"),
+}
+_REMOVED = ".removed-"
+_LOOK_EVERY_S = 0.02
+_SAVES_PER_AGE, _LONG_S = 2, 600.0
+"""What is older than so many times ``save_timeout_s``, or seconds, is of no save under way."""
+
+
+def local_directory(root: str, place: str) -> str:
+    """The directory in a local root for the checkpoint that belongs at a place.
+
+    Raises:
+        OptionError: The root or the place is not possible.
+    """
+    name, kind = os.path.basename(place), _file_system_of(root)
+    is_top = os.path.dirname(place).rstrip("/") in ("", place.partition("//")[0])
+    is_inside = f"{place}/".startswith(f"{root}/") or f"{root}/".startswith(f"{place}/")
+    refused = {
+        "with local_staging_dir the checkpoint needs a name of its own, without a dot in front": (
+            not is_plain(name) or name.startswith(".") or is_top,
+            "use a path like DIRECTORY/step-100",
+        ),
+        "the checkpoint path is in local_staging_dir, or the other way round": (
+            is_inside,
+            "local_staging_dir is a directory on a local disk, the path is on other storage",
+        ),
+        f"local_staging_dir {root} is in memory or on a network: its file system is {kind}": (
+            kind in _NO_LOCAL_DISKS,
+            "use a directory on a local disk, which outlives the job",
+        ),
+    }
+    for why, (is_refused, hint) in refused.items():
+        if is_refused:
+            raise OptionError(why, path=place, hint=hint)
+    return os.path.join(root, name)
+
+
+def _file_system_of(path: str) -> str:
+    """The kind of file system that holds a path; empty if it is not known."""
+    place, found = f"{os.path.realpath(path)}/", ("", "")
+    with suppress(OSError, RuntimeError):
+        for each in psutil.disk_partitions(all=True):
+            mounted = each.mountpoint.rstrip("/")
+            if place.startswith(f"{mounted}/") and len(mounted) >= len(found[0]):
+                found = mounted, each.fstype
+    return found[1]
+
+
+class TieredSave(RankSave):
+    """One rank's part of a save that is committed in a local root first."""
+
+    def __init__(
+        self, settings: WriterSettings, staging: Staging | None, limit: Any, shared: Any
+    ) -> None:
+        super().__init__(settings, staging)
+        self._limit = require_integer("local_staging_limit", limit, at_least=1)
+        self._shared = require_switch("local_staging_shared", shared)
+        self._path, self._name = os.path.split(settings.directory)
+        self.promotion: Promotion | None = None
+        """On the coordinator, once the checkpoint is committed locally."""
+
+    @property
+    def _root(self) -> Root:
+        return root_at(self._path, os.path.dirname(self.settings.belongs_at), shared=self._shared)
+
+    def make_ready(self) -> None:
+        """Make the local directory, once fewer checkpoints wait than allowed. Coordinator only.
+
+        Promoted checkpoints but the newest are removed, and what was never committed if it is old.
+
+        Raises:
+            OptionError: This rank saves alone, or the root has another destination.
+            CheckpointExistsError: There is one that must not be replaced.
+            SaveTimeoutError: Too many wait, still, or a disk does not answer.
+            WriteError: The local disk refuses.
+        """
+        settings, root = self.settings, self._root
+        if settings.is_alone:
+            raise OptionError(
+                "ranks that save alone (no_dist=True or use_collectives=False with several ranks)"
+                " do not support local_staging_dir",
+                path=self._path,
+                hint="save together, or leave local_staging_dir out",
+            )
+        rank = settings.rank
+        on_disk(self._path, lambda: root.start(even_if_locked=True), rank=rank)
+        timeout_s = default_engine().options.save_timeout_s
+        self._await_room(root, timeout_s)
+        if not settings.options.overwrite:
+            place = settings.belongs_at
+            if may_hold(place, [METADATA_NAME], rank=rank, timeout_s=timeout_s):
+                raise must_stay(place, rank)
+        root.being_saved.append(self._name)
+        on_disk(self._path, lambda: self._set_old_aside(root, timeout_s), rank=rank)
+        super().make_ready()
+
+    def _await_room(self, root: Root, timeout_s: float) -> None:
+        deadline_s, is_told = time.monotonic() + timeout_s, False
+        while len(waiting := root.waiting()) >= self._limit:
+            what = f"{len(waiting)} checkpoints are not at their destination: {waiting[0].status}"
+            if not is_told:
+                _log.warning("the save waits: %s", what)
+            is_told = True
+            if time.monotonic() > deadline_s:
+                raise SaveTimeoutError(
+                    f"after {timeout_s:g} s, with local_staging_limit={self._limit}, {what}",
+                    rank=self.settings.rank,
+                    phase="plan",
+                    path=waiting[0].path,
+                    hint=f"they are committed in {self._path}; see to the destination",
+                )
+            time.sleep(_LOOK_EVERY_S)
+
+    def _set_old_aside(self, root: Root, timeout_s: float) -> None:
+        """Rename what is to be removed, and remove it on a thread."""
+        record = Record(root.path, root.destination)
+        promoted = [each.name for each in committed_in(root.path) if record.has(each)]
+        old = {*promoted[:-1]} - {*root.being_saved}
+        if not self.settings.options.overwrite:  # the destination has it no longer
+            old |= {self._name} & {*promoted}
+        old_s = time.time() - _SAVES_PER_AGE * max(timeout_s, _LONG_S)
+        for name in {*names_in(root.path)} - {*root.being_saved, *promoted}:
+            is_old = os.lstat(os.path.join(root.path, name)).st_mtime < old_s
+            if self._shared and is_old and committed_at(root.path, name) is None:
+                old.add(name)
+        for name in old:
+            aside = f"{_REMOVED}{os.urandom(8).hex()}"
+            os.rename(os.path.join(root.path, name), os.path.join(root.path, aside))
+        left = [name for name in os.listdir(root.path) if name.startswith(_REMOVED)]
+        start_apart("nostall-tier", lambda: _remove(root.path, left))
+
+    @contextmanager
+    def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:
+        if not self._shared:
+            root, rank = self._root, self.settings.rank
+            on_disk(self._path, lambda: root.start(even_if_locked=False), rank=rank)
+        with super()._target(plan, replaces=replaces) as target:
+            yield target
+
+    def write_now(self, plan: SavePlan, resolver: Resolver) -> WrittenItems:
+        items = super().write_now(plan, resolver)
+        self._bring(items.written)
+        return items
+
+    def _answer(self, split: SplitSave, ask: Callable[[SplitSave], T]) -> T:
+        answer = super()._answer(split, ask)
+        self._bring(split.written_files)
+        return answer
+
+    def _bring(self, written: RankFiles | None) -> None:
+        """Have this rank's files brought, if this host will not have the metadata."""
+        root, files = self._root, None if written is None else written.files
+        is_coordinator = self._name in root.being_saved
+        if files and root.lock_fd >= 0 and not self._shared and not is_coordinator:
+            root.begin(self._name, is_part=True, files=[file.name for file in files])
+
+    def before_commit(self, written: Sequence[RankFiles | None]) -> None:
+        """Refuse to commit if the files of a rank are on another disk of the same path."""
+        if self._shared:
+            rank = self.settings.rank
+            on_disk(self._path, lambda: self._require_files(written), phase="commit", rank=rank)
+
+    def _require_files(self, written: Sequence[RankFiles | None]) -> None:
+        for number, each in enumerate(written):
+            for file in () if each is None or each.files is None else each.files:
+                path = os.path.join(self.settings.directory, file.name)
+                if not os.path.exists(path):
+                    raise WriteError(
+                        f"a file of rank {number} is not on the disk of the coordinator",
+                        rank=self.settings.rank,
+                        phase="commit",
+                        path=path,
+                        hint="pass local_staging_shared=False if each host has its own",
+                    )
+
+    def after_commit(self) -> None:
+        """Promote the checkpoint that was just committed."""
+        root, options = self._root, self.settings.options
+        self.promotion = root.begin(
+            self._name, overwrite=options.overwrite, exclusive=options.exclusive
+        )
+        with suppress(ValueError):
+            root.being_saved.remove(self._name)
+
+
+def _remove(root: str, names: Sequence[str]) -> None:
+    for name in names:
+        with suppress(NostallError):  # the next save tries again
+            remove_checkpoint(os.path.join(root, name))
