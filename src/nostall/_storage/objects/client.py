@@ -7,7 +7,7 @@ of :func:`~nostall._storage.port.may_pass` for a store that is away.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, TypeAlias
 
 from nostall._storage.port import Stat, Version
@@ -16,35 +16,34 @@ Content: TypeAlias = Sequence[bytes | memoryview]
 """The whole content of an object, in pieces."""
 
 
+class Writer(Protocol):
+    """A new object in parts, from memory that stays unchanged until it is finished or aborted."""
+
+    def write(self, part: memoryview) -> None:
+        """Send the next part, sooner or later."""
+
+    def finish(self) -> None:
+        """Wait until all is sent, and make the object; a failure aborts."""
+
+    def abort(self) -> None:
+        """Give up all parts; errors are ignored."""
+
+
 class Client(Protocol):
     """The objects of one bucket. Methods may be called from several threads at once."""
 
     def put(self, key: str, content: Content, *, expected: Version | None) -> None:
-        """Make or replace an object at one instant.
-
-        Args:
-            key: Its key.
-            content: What it is to have.
-            expected: Only if the key has this version; ``None`` for any.
+        """Make or replace an object at one instant, if the key has the expected version.
 
         Raises:
             Conflict: It has another one. After a lost answer the key may have this content already.
         """
 
-    def upload(self, key: str, nbytes: int, part_nbytes: int, parts: Iterator[memoryview]) -> None:
-        """Make or replace an object whose content arrives in parts; nothing is copied.
-
-        If the iterator raises, the upload is aborted, and its error raised.
-
-        Args:
-            key: Its key.
-            nbytes: Its length.
-            part_nbytes: Length of all parts but the last.
-            parts: Its content. The memory stays unchanged until the call returns.
-        """
+    def begin(self, key: str, part_nbytes: int) -> Writer:
+        """Begin an object whose parts have this length, but for the last one."""
 
     def read_into(self, key: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
-        """Fill pieces of memory, one after the other, with bytes that a version has, in a request.
+        """Fill pieces of memory, one after the other, with bytes of a version, in one request.
 
         Raises:
             Conflict: The object has another version.

@@ -9,11 +9,10 @@ of the same content.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nostall._model.jobs import page_aligned
-from nostall._storage.objects.client import Client
+from nostall._storage.objects.client import Client, Writer
 from nostall._storage.port import Conflict, Stat, Version, may_pass, reason
 from nostall._storage.posix_files import between
 from nostall.errors import NotDurableError
@@ -50,7 +49,8 @@ class ObjectStorage:
 
     def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> _Upload:
         on_created(name)
-        return _Upload(self._client, self._key(name), name, nbytes, self.least_part(nbytes))
+        is_short = nbytes <= self.least_part(nbytes)
+        return _Upload(self._client, self._key(name), name, is_short=is_short)
 
     def flush(self) -> None:
         """Nothing to do: what a store has accepted is durable."""
@@ -120,93 +120,40 @@ class ObjectStorage:
         return self._prefix + name
 
 
-class _GivenUp(Exception):
-    """The upload is closed before it was finished."""
-
-
 class _Upload:
-    """A new object.
-
-    One that fits into a part is sent as a whole. The parts of any other are handed, in order, to
-    the client's call on a thread, which sends several at a time: memory is not copied, and is free
-    when the upload is finished or closed.
-    """
+    """A new object; one that fits into a part is sent as a whole when it is finished."""
 
     any_order = False
 
-    def __init__(self, client: Client, key: str, name: str, nbytes: int, least_nbytes: int) -> None:
+    def __init__(self, client: Client, key: str, name: str, *, is_short: bool) -> None:
         self.name = name
         self._client = client
         self._key = key
-        self._nbytes = nbytes
-        self._is_short = nbytes <= least_nbytes
-        self._waiting: list[memoryview] = []
-        """All pieces of a short object; otherwise at most one, which the client has not taken."""
-        self._thread: threading.Thread | None = None
-        self._is_whole = False
-        self._is_given_up = False
-        self._error: BaseException | None = None
-        self._has_ended = False
-        self._changed = threading.Condition()
+        self._is_short = is_short
+        self._pieces: list[memoryview] = []
+        self._writer: Writer | None = None
 
     def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
         piece = memory[begin - origin : end - origin]
-        if not self._is_short and self._thread is None:
-            work = threading.Thread(
-                target=self._send, args=(len(piece),), name="nostall-upload", daemon=True
-            )
-            work.start()
-            self._thread = work
-        with self._changed:
-            # The call ends by itself if the store does not answer: each request has a time limit.
-            self._changed.wait_for(lambda: self._is_short or not self._waiting or self._has_ended)
-            if self._error is not None:
-                raise self._error
-            self._waiting.append(piece)
-            self._changed.notify_all()
+        if self._is_short:
+            self._pieces.append(piece)
+            return
+        if self._writer is None:
+            self._writer = self._client.begin(self._key, len(piece))
+        self._writer.write(piece)
 
     def finish(self, crc32: int | None = None) -> None:
         del crc32  # no client sends it
-        if self._thread is None:
-            self._client.put(self._key, self._waiting, expected=None)
+        if self._writer is None:
+            self._client.put(self._key, self._pieces, expected=None)
         else:
-            self._end(whole=True)
-            if self._error is not None:
-                raise self._error
-        self._is_whole = True
+            self._writer.finish()
+            self._writer = None
 
     def close(self) -> None:
-        if self._thread is not None and not self._is_whole:
-            self._end(whole=False)
-
-    def _end(self, *, whole: bool) -> None:
-        assert self._thread is not None
-        with self._changed:
-            self._is_whole, self._is_given_up = whole, not whole
-            self._changed.notify_all()
-        self._thread.join()
-
-    def _send(self, part_nbytes: int) -> None:
-        try:
-            self._client.upload(self._key, self._nbytes, part_nbytes, self._parts())
-        except BaseException as error:  # raised by the next call, in the thread that writes
-            self._error = error
-        finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify_all()
-
-    def _parts(self) -> Iterator[memoryview]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_whole or self._is_given_up)
-                if self._is_given_up:
-                    raise _GivenUp
-                if not self._waiting:
-                    return
-                piece = self._waiting.pop()
-                self._changed.notify_all()
-            yield piece
+        if self._writer is not None:
+            self._writer.abort()
+            self._writer = None
 
 
 class _Source:

@@ -8,6 +8,7 @@ right before it is replaced.
 from __future__ import annotations
 
 import errno
+import io
 import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from nostall._model.names import is_ours_to_remove
 from nostall._storage.objects.client import Content
 from nostall._storage.port import Conflict, Stat, Version, version_of
+from nostall._storage.posix_files import between
 from nostall.errors import OptionError
 
 
@@ -40,15 +42,9 @@ class MscClient:
                 raise Conflict(self._where(key))
             self._client.write(key, b"".join(content))
 
-    def upload(self, key: str, nbytes: int, part_nbytes: int, parts: Iterator[memoryview]) -> None:
-        del part_nbytes
-        with _errors_at(self._where(key)):
-            try:
-                self._client.upload_file(key, _Stream(nbytes, parts))
-            except BaseException:  # passed on; the client may take a stream that ends for whole
-                with suppress(Exception):
-                    self._client.delete(key)
-                raise
+    def begin(self, key: str, part_nbytes: int) -> _Writer:
+        del part_nbytes  # the client has its own
+        return _Writer(self._client, key, self._where(key))
 
     def read_into(self, key: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
         from multistorageclient.types import Range
@@ -91,33 +87,49 @@ class MscClient:
         return f"{self._profile}/{key}"
 
 
-class _Stream:
-    """Parts that arrive in order, as a file of known length that the client reads once."""
+class _Writer:
+    """An object that is sent when it is finished, from the memory of its parts."""
 
-    def __init__(self, nbytes: int, parts: Iterator[memoryview]) -> None:
-        self._nbytes = nbytes
+    def __init__(self, client: Any, key: str, where: str) -> None:
+        self._client = client
+        self._key = key
+        self._where = where
+        self._parts: list[memoryview] = []
+
+    def write(self, part: memoryview) -> None:
+        self._parts.append(part)
+
+    def finish(self) -> None:
+        with _errors_at(self._where):
+            self._client.upload_file(self._key, _Content(self._parts))
+
+    def abort(self) -> None:
+        """Nothing to give up: nothing is sent before."""
+
+
+class _Content(io.RawIOBase):
+    """Parts as a file."""
+
+    def __init__(self, parts: Sequence[memoryview]) -> None:
         self._parts = parts
-        self._left = memoryview(b"")
         self._at = 0
 
-    def read(self, nbytes: int = -1, /) -> bytes:
-        end = self._nbytes if nbytes < 0 else min(self._nbytes, self._at + nbytes)
-        content = bytearray()
-        while self._at + len(content) < end:
-            self._left = self._left or next(self._parts)
-            piece = self._left[: end - self._at - len(content)]
-            content += piece
-            self._left = self._left[len(piece) :]
-        self._at = end
-        return bytes(content)
-
-    def seekable(self) -> bool:
-        """Whether it has a length; it is read from front to back all the same."""
+    def readable(self) -> bool:
         return True
 
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, memory: Any) -> int:
+        begin, memory = self._at, memoryview(memory)
+        for piece in between(self._parts, begin, begin + len(memory)):
+            memory[: len(piece)], memory = piece, memory[len(piece) :]
+            self._at += len(piece)
+        return self._at - begin
+
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        self._at = base + offset
+        nbytes = sum(map(len, self._parts))
+        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: nbytes}[whence] + offset
         return self._at
 
     def tell(self) -> int:
@@ -129,14 +141,11 @@ def _errors_at(where: str) -> Iterator[None]:
     """Errors of the client as those of storage."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise FileNotFoundError(errno.ENOENT, str(error), where) from error
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise OSError(errno.EIO, str(error), where) from error
     except Exception as error:  # of the package of the store
-        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", where) from error
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
+        raise OSError(number, f"{type(error).__name__}: {error}", where) from error
 
 
 def require_client() -> None:

@@ -28,7 +28,7 @@ _log = logging.getLogger("nostall")
 
 PROTOCOLS = ("s3", "gs", "az")
 _CLIENT_OPTIONS = {"connect_timeout": "10s", "timeout": "60s", "allow_http": True}
-"""Of each request. An address that begins with ``http://`` is always a user's own."""
+"""Of each request; an endpoint that begins with ``http://`` is always a user's own."""
 _ATTEMPTS = 4
 _RETRIES = {"max_retries": _ATTEMPTS - 1, "retry_timeout": timedelta(minutes=4)}
 _CONFLICT_PAUSE_S = 0.2
@@ -89,12 +89,8 @@ class ObstoreClient:
             else:
                 return
 
-    def upload(self, key: str, nbytes: int, part_nbytes: int, parts: Iterator[memoryview]) -> None:
-        import obstore
-
-        del nbytes
-        with _errors_at(self._where(key)):
-            obstore.put(self._store, key, parts, use_multipart=True, chunk_size=part_nbytes)
+    def begin(self, key: str, part_nbytes: int) -> _Writer:
+        return _Writer(self._store, key, part_nbytes, self._where(key))
 
     def read_into(self, key: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
         import obstore
@@ -147,6 +143,28 @@ class ObstoreClient:
         return f"{self._bucket}/{key}"
 
 
+class _Writer:
+    """An object that obstore sends from memory, 12 parts at a time, on threads of its own."""
+
+    def __init__(self, store: Any, key: str, part_nbytes: int, where: str) -> None:
+        import obstore
+
+        self._where = where
+        self._file = obstore.open_writer(store, key, buffer_size=part_nbytes)
+
+    def write(self, part: memoryview) -> None:
+        with _errors_at(self._where):
+            self._file.write(part)
+
+    def finish(self) -> None:
+        with _errors_at(self._where):
+            self._file.close()
+
+    def abort(self) -> None:
+        with suppress(Exception):  # of any kind; one that was closed is refused
+            self._file.__exit__(Exception, None, None)
+
+
 def _update_of(version: Version) -> dict[str, str]:
     """What obstore needs to compare a version."""
     e_tag, _, number = version.partition("\n")
@@ -171,25 +189,27 @@ def _fill(memories: Sequence[memoryview], answer: Iterator[Any], where: str) -> 
 
 # --- errors -----------------------------------------------------------------------------------
 
+_STATUSES = {
+    400: errno.EINVAL,
+    401: errno.EACCES,
+    403: errno.EACCES,
+    404: errno.ENOENT,
+    408: errno.ETIMEDOUT,
+    409: errno.ESTALE,
+    412: errno.ESTALE,
+    429: errno.EAGAIN,
+    501: errno.ENOTSUP,
+    503: errno.EAGAIN,
+}
 _CODES = {
     # With another request for the key: perhaps an earlier attempt of this one.
     "ConditionalRequestConflict": errno.EBUSY,
     "OperationAborted": errno.EBUSY,
     "ExpiredToken": errno.EACCES,
-    "QuotaExceeded": errno.EDQUOT,
-    "EntityTooLarge": errno.EFBIG,
     "BadDigest": errno.EIO,
     "RequestTimeout": errno.ETIMEDOUT,
 }
-_STATUSES = {
-    400: errno.EINVAL,
-    404: errno.ENOENT,
-    408: errno.ETIMEDOUT,
-    411: errno.EINVAL,
-    429: errno.EAGAIN,
-    501: errno.ENOTSUP,
-    503: errno.EAGAIN,
-}
+"""Answers whose status says less."""
 _HINTS = {
     "RequestTimeTooSkewed": "set the clock of this machine",
     "AuthorizationHeaderMalformed": "set the region of the bucket, as in AWS_REGION",
@@ -210,29 +230,17 @@ def _errors_at(where: str) -> Iterator[None]:
 
     try:
         yield
-    except exceptions.BaseError as error:
-        raise _as_of_storage(error, where) from error
-    except FileNotFoundError as error:  # obstore's own, without errno
-        if error.errno is not None:
+    except (exceptions.BaseError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # not obstore's
             raise
-        raise OSError(errno.ENOENT, _said(str(error)), where) from error
-
-
-def _as_of_storage(error: Exception, where: str) -> OSError:
-    from obstore import exceptions
-
-    text = str(error)
-    status = int(found[1]) if (found := _STATUS.search(text)) else 0
-    code = found[1] if (found := _CODE.search(text)) else ""
-    is_refused = isinstance(error, exceptions.AlreadyExistsError | exceptions.PreconditionError)
-    if is_refused and _CODES.get(code) != errno.EBUSY:
-        return Conflict(where)
-    if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
-        number = errno.EACCES
-    else:
+        text = str(error)
+        status = int(found[1]) if (found := _STATUS.search(text)) else 0
+        code = found[1] if (found := _CODE.search(text)) else ""
         number = _CODES.get(code) or _STATUSES.get(status, errno.EREMOTEIO)
-    hint = f"; {_HINTS[code]}" if code in _HINTS else ""
-    return OSError(number, f"{_said(text)}{hint}", where)
+        if number == errno.ESTALE:
+            raise Conflict(where) from error
+        hint = f"; {_HINTS[code]}" if code in _HINTS else ""
+        raise OSError(number, f"{_said(text)}{hint}", where) from error
 
 
 def _said(text: str) -> str:
