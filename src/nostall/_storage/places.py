@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nostall._storage import posix
@@ -59,20 +60,27 @@ def resolved(address: str) -> str:
     """
     protocol, _, _ = address.partition("://")
     if protocol == "msc":
+        _require("multistorageclient", protocol, "pip install multi-storage-client")
         from nostall._storage.objects import over_msc
 
-        over_msc.require_client()
         return over_msc.directory_of(address) or address
-    from nostall._storage.objects import over_obstore
-
-    if protocol not in over_obstore.PROTOCOLS:
+    if protocol not in ("s3", "gs", "az"):
         raise OptionError(
             f"addresses that begin with {protocol}:// are not supported",
             path=address,
             hint="use s3://, gs://, az:// or msc://, or a directory of a mounted store",
         )
-    over_obstore.require_client(protocol)
+    _require("obstore", protocol, "pip install 'nostall[objects]'")
     return address
+
+
+def _require(package: str, protocol: str, hint: str) -> None:
+    try:
+        import_module(package)
+    except ImportError as error:
+        raise OptionError(
+            f"addresses that begin with {protocol}:// need the package {package}", hint=hint
+        ) from error
 
 
 def set_storage_options(place: str, options: Mapping[str, Any] | None) -> None:

@@ -10,12 +10,17 @@ of the same content.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from nostall._model.jobs import page_aligned
-from nostall._storage.objects.client import Client, Writer
 from nostall._storage.port import Conflict, Stat, Version, may_pass, reason
 from nostall._storage.posix_files import between
 from nostall.errors import NotDurableError
+
+if TYPE_CHECKING:
+    from nostall._storage.objects import over_msc, over_obstore
+
+    Client: TypeAlias = over_obstore.ObstoreClient | over_msc.MscClient
 
 _MOST_PARTS = 10_000
 _LEAST_PART_NBYTES = 5 << 20
@@ -131,7 +136,7 @@ class _Upload:
         self._key = key
         self._is_short = is_short
         self._pieces: list[memoryview] = []
-        self._writer: Writer | None = None
+        self._writer: over_obstore.Writer | over_msc.Writer | None = None
 
     def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
         piece = memory[begin - origin : end - origin]

@@ -16,14 +16,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
-from nostall._storage.objects.client import Content
 from nostall._storage.port import Conflict, Stat, Version, version_of
 from nostall._storage.posix_files import between
 from nostall.errors import OptionError
 
 
 class MscClient:
-    """One profile; a :class:`~nostall._storage.objects.client.Client`.
+    """One profile; with the methods of ``over_obstore.ObstoreClient``.
 
     Args:
         profile: Its address, such as ``msc://profile``.
@@ -36,15 +35,17 @@ class MscClient:
         self._client: Any = resolve_storage_client(f"{profile}/")[0]
         self._lock = threading.Lock()
 
-    def put(self, key: str, content: Content, *, expected: Version | None) -> None:
+    def put(
+        self, key: str, content: Sequence[bytes | memoryview], *, expected: Version | None
+    ) -> None:
         with self._lock, _errors_at(self._where(key)):
             if expected is not None and version_of(self.stat, key) != expected:
                 raise Conflict(self._where(key))
             self._client.write(key, b"".join(content))
 
-    def begin(self, key: str, part_nbytes: int) -> _Writer:
+    def begin(self, key: str, part_nbytes: int) -> Writer:
         del part_nbytes  # the client has its own
-        return _Writer(self._client, key, self._where(key))
+        return Writer(self._client, key, self._where(key))
 
     def read_into(self, key: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
         from multistorageclient.types import Range
@@ -87,7 +88,7 @@ class MscClient:
         return f"{self._profile}/{key}"
 
 
-class _Writer:
+class Writer:
     """An object that is sent when it is finished, from the memory of its parts."""
 
     def __init__(self, client: Any, key: str, where: str) -> None:
@@ -146,21 +147,6 @@ def _errors_at(where: str) -> Iterator[None]:
             raise
         number = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
         raise OSError(number, f"{type(error).__name__}: {error}", where) from error
-
-
-def require_client() -> None:
-    """Require that the client is installed.
-
-    Raises:
-        OptionError: It is not.
-    """
-    try:
-        import multistorageclient  # noqa: F401  # a second import is free
-    except ImportError as error:
-        raise OptionError(
-            "addresses that begin with msc:// need the package multi-storage-client",
-            hint="pip install multi-storage-client, and what its storage providers need",
-        ) from error
 
 
 def directory_of(address: str) -> str | None:

@@ -20,13 +20,12 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-from nostall._storage.objects.client import Content
 from nostall._storage.port import ABSENT, Conflict, Stat, Version, version_of
+from nostall._storage.posix_files import between
 from nostall.errors import OptionError
 
 _log = logging.getLogger("nostall")
 
-PROTOCOLS = ("s3", "gs", "az")
 _CLIENT_OPTIONS = {"connect_timeout": "10s", "timeout": "60s", "allow_http": True}
 """Of each request; an endpoint that begins with ``http://`` is always a user's own."""
 _ATTEMPTS = 4
@@ -38,7 +37,11 @@ _PIECE_NBYTES = 1 << 20
 
 
 class ObstoreClient:
-    """One bucket; a :class:`~nostall._storage.objects.client.Client`.
+    """The objects of one bucket. Methods may be called from several threads at once.
+
+    Errors are ``OSError``: ``FileNotFoundError`` for a key that does not exist, ``Conflict`` for
+    one with another version than expected, and an errno of ``port.may_pass`` for a store that is
+    away.
 
     Args:
         bucket: Its address, such as ``s3://bucket``.
@@ -59,7 +62,14 @@ class ObstoreClient:
         self._bucket = bucket
         self._store = store_of(bucket, options)
 
-    def put(self, key: str, content: Content, *, expected: Version | None) -> None:
+    def put(
+        self, key: str, content: Sequence[bytes | memoryview], *, expected: Version | None
+    ) -> None:
+        """Make or replace an object at one instant, if the key has the expected version.
+
+        Raises:
+            Conflict: It has another one. After a lost answer the key may have this content already.
+        """
         mode: Any = "overwrite"
         if expected is not None:
             mode = "create" if expected == ABSENT else _update_of(expected)
@@ -74,7 +84,7 @@ class ObstoreClient:
                 raise Conflict(self._where(key)) from error
             self._put(key, content, "overwrite")
 
-    def _put(self, key: str, content: Content, mode: Any) -> None:
+    def _put(self, key: str, content: Sequence[bytes | memoryview], mode: Any) -> None:
         import obstore
 
         for attempt in range(_ATTEMPTS):
@@ -89,10 +99,12 @@ class ObstoreClient:
             else:
                 return
 
-    def begin(self, key: str, part_nbytes: int) -> _Writer:
-        return _Writer(self._store, key, part_nbytes, self._where(key))
+    def begin(self, key: str, part_nbytes: int) -> Writer:
+        """Begin an object whose parts have this length, but for the last one."""
+        return Writer(self._store, key, part_nbytes, self._where(key))
 
     def read_into(self, key: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
+        """Fill pieces of memory, one after the other, with bytes of a version, in one request."""
         import obstore
 
         asked = offset, offset + sum(map(len, memories))
@@ -102,11 +114,21 @@ class ObstoreClient:
         with _errors_at(self._where(key)):
             got = obstore.get(self._store, key, options=options)
             if got.range != asked:
-                what = "the store was asked for bytes {}-{}, and sent {}-{}"
-                raise OSError(errno.EREMOTEIO, what.format(*asked, *got.range), self._where(key))
-            _fill(memories, got.stream(min_chunk_size=_PIECE_NBYTES), self._where(key))
+                what = f"the store was asked for bytes {asked}, and sent {got.range}"
+                raise OSError(errno.EREMOTEIO, what, self._where(key))
+            done = 0
+            for answer in got.stream(min_chunk_size=_PIECE_NBYTES):
+                piece = memoryview(answer)
+                for memory in between(memories, done, done + len(piece)):
+                    memory[:], piece = piece[: len(memory)], piece[len(memory) :]
+                    done += len(memory)
+                if piece:
+                    raise OSError(errno.EREMOTEIO, "the answer is too long", self._where(key))
+            if done < asked[1] - offset:
+                raise OSError(errno.EIO, "the answer is too short", self._where(key))
 
     def stat(self, key: str) -> Stat:
+        """Length, version and age of an object."""
         import obstore
 
         with _errors_at(self._where(key)):
@@ -119,6 +141,7 @@ class ObstoreClient:
         return Stat(found["size"], Version(version), modified_s, modified_s)
 
     def list(self, prefix: str) -> list[str]:
+        """What follows the prefix in keys, up to the next ``/``, once each; in any order."""
         import obstore
 
         with _errors_at(self._where(prefix)):
@@ -130,6 +153,7 @@ class ObstoreClient:
         return [key[len(prefix) :] for key in keys if len(key) > len(prefix)]
 
     def remove(self, keys: Collection[str]) -> None:
+        """Remove objects; absent ones are no error."""
         import obstore
 
         try:
@@ -143,8 +167,11 @@ class ObstoreClient:
         return f"{self._bucket}/{key}"
 
 
-class _Writer:
-    """An object that obstore sends from memory, 12 parts at a time, on threads of its own."""
+class Writer:
+    """An object that obstore sends from memory, 12 parts at a time, on threads of its own.
+
+    The memory stays unchanged until the object is finished or aborted.
+    """
 
     def __init__(self, store: Any, key: str, part_nbytes: int, where: str) -> None:
         import obstore
@@ -157,6 +184,7 @@ class _Writer:
             self._file.write(part)
 
     def finish(self) -> None:
+        """Wait until all is sent, and make the object; a failure aborts."""
         with _errors_at(self._where):
             self._file.close()
 
@@ -169,22 +197,6 @@ def _update_of(version: Version) -> dict[str, str]:
     """What obstore needs to compare a version."""
     e_tag, _, number = version.partition("\n")
     return {"e_tag": e_tag, "version": number} if number else {"e_tag": e_tag}
-
-
-def _fill(memories: Sequence[memoryview], answer: Iterator[Any], where: str) -> None:
-    """Copy an answer to memory, and require that it has exactly as many bytes."""
-    left = list(memories)
-    for each in answer:
-        piece = memoryview(each)
-        while piece and left:
-            count = min(len(piece), len(left[0]))
-            left[0][:count], piece, left[0] = piece[:count], piece[count:], left[0][count:]
-            if not left[0]:
-                del left[0]
-        if piece:
-            raise OSError(errno.EREMOTEIO, "the answer is too long", where)
-    if any(left):
-        raise OSError(errno.EIO, "the answer is too short", where)
 
 
 # --- errors -----------------------------------------------------------------------------------
@@ -213,7 +225,6 @@ _CODES = {
 _HINTS = {
     "RequestTimeTooSkewed": "set the clock of this machine",
     "AuthorizationHeaderMalformed": "set the region of the bucket, as in AWS_REGION",
-    "PermanentRedirect": "set the region of the bucket, as in AWS_REGION",
 }
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -252,21 +263,6 @@ def _said(text: str) -> str:
 
 
 # --- stores -----------------------------------------------------------------------------------
-
-
-def require_client(protocol: str) -> None:
-    """Require that obstore is installed.
-
-    Raises:
-        OptionError: It is not.
-    """
-    try:
-        import obstore  # noqa: F401  # a second import is free
-    except ImportError as error:
-        raise OptionError(
-            f"addresses that begin with {protocol}:// need the package obstore",
-            hint="pip install 'nostall[objects]'",
-        ) from error
 
 
 @lru_cache
