@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from hashlib import sha256
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -118,6 +119,21 @@ def test_an_asynchronous_save_goes_through_the_writer_process(s3: S3Server, url:
     assert len(parts) == 2 * 2  # some more than 10 MiB, in parts of 8, each once
     assert s3.unfinished(bucket) == []
     assert len(s3.keys(bucket)) == 2
+
+
+@pytest.mark.parametrize("nbytes", [3, 24])
+def test_the_store_gets_the_checksum_of_each_part(s3: S3Server, bucket: str, nbytes: int) -> None:
+    """So that it can compare all that it has received."""
+    url, mebi = f"s3://{bucket}/x", 1 << 20
+    state = {"x": torch.arange(nbytes * mebi, dtype=torch.uint8)}
+    dcp.save(state, storage_writer=FileSystemWriterAsync(url), no_dist=True)
+    puts = [each for each in s3.requests() if each.startswith("PUT") and bucket in each]
+    source = storage_at(url).open(shard_of(url))
+    content = bytearray(source.stat.nbytes)
+    source.read_into(0, memoryview(content))
+    parts = [content[begin : begin + 8 * mebi] for begin in range(0, len(content), 8 * mebi)]
+    sums = {each.rpartition(" ")[2] for each in puts if ".distcp" in each}
+    assert sums == {sha256(part).hexdigest() for part in parts}
 
 
 def test_no_file_has_the_name_of_another(s3: S3Server, bucket: str) -> None:

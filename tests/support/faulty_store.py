@@ -11,7 +11,7 @@
   (do it as if it had no condition), ``whole`` (as if it named no range) or ``shift`` (as if its
   range began ``by`` bytes earlier).
 
-``GET /.requests`` answers with all requests so far, each with the CRC-32 in it, and forgets them.
+``GET /.requests`` answers with all requests so far, each with the SHA-256 in it, and forgets them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Faulty:
         is_copy = "HTTP_X_AMZ_COPY_SOURCE" in environ
         method = "COPY" if is_copy else environ["REQUEST_METHOD"]
         request = f"{method} {path}?{environ.get('QUERY_STRING', '')}"
-        fault = self._fault_of(request, environ.get("HTTP_X_AMZ_CHECKSUM_CRC32", ""))
+        fault = self._fault_of(request, environ.get("HTTP_X_AMZ_CONTENT_SHA256", ""))
         return self._app(environ, start) if fault is None else self._fail(fault, environ, start)
 
     def _fail(
