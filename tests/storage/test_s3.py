@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import obstore
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -48,6 +49,8 @@ COMPLETION = {"method": "POST", "has": "uploadId"}
 SLOW_DOWN = {"do": "answer", "status": 503, "code": "SlowDown"}
 ATTEMPTS = 4
 """Of the client, for each request."""
+ABORTS_LAST_PARTS = tuple(map(int, obstore.__version__.split(".")[:2])) >= (0, 12)
+"""Whether an upload is aborted that fails when the last parts are already handed over."""
 
 
 def save_and_wait(url: str, seed: int) -> None:
@@ -432,7 +435,7 @@ def test_a_store_that_refuses_fails_the_save_and_nothing_else(
     s3.inject()
     assert is_loaded(url, 1)
     bucket = url.split("/")[2]
-    assert s3.unfinished(bucket) == []
+    assert not s3.unfinished(bucket) or not ABORTS_LAST_PARTS
     assert len(s3.keys(bucket)) == 2
 
 

@@ -11,7 +11,8 @@ Chunks of a file are taken in order by whichever thread is free. For each chunk 
 
 Where files go through the page cache, two threads do all of this and write the chunks of a file one
 after the other: the system lets only one thread at a time write into such a file, and further
-threads would wait, in any order and with cold buffers.
+threads would wait, in any order and with cold buffers. The same for an object store, whose client
+takes parts in order and sends several at a time.
 
 A thread waits only for earlier chunks of its file, which other threads have begun and which wait
 only for still earlier ones: there is no cycle, and a single thread never waits. As many threads
@@ -45,7 +46,7 @@ from nostall._writer.seals import Payloads, plan_chunks
 _BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 4
 _THREADS_IN_ORDER = 2
-"""For files through the page cache: one thread writes, the other prepares the next chunk."""
+"""For files that are written in order: one thread writes, the other prepares the next chunk."""
 _SPANS_KEPT = 2000
 """Per file: two for each of the first 1,000 chunks. Totals include all chunks."""
 
@@ -255,7 +256,7 @@ class _FileTask:
         return self._payloads.crc32_of_file if self._job.checksum_files else None
 
     def is_in_order(self) -> bool:
-        """Whether it goes through the page cache; waits until the file is open or given up."""
+        """Whether chunks are written in order; waits until the file is open or given up."""
         self._opened.wait()
         return self._file is not None and not self._file.any_order
 
