@@ -87,7 +87,6 @@ PLACES = [
     "nostall._memory.snapshot:_views",
     "nostall._save.write:jobs",
     "nostall._engine:when_done",
-    "nostall._save.split_save:SplitSave._write_metadata_ahead",
     "nostall._writer.handle:WriterProcess.submit",
     "nostall._engine:Engine.submit",
 ]

@@ -324,6 +324,6 @@ def test_the_error_of_a_process_that_saves_alone_has_its_cause(tmp_path: Path) -
         queue.maybe_finalize_async_calls(blocking=True)
     cause: BaseException | None = raised.value.failures[0][0]
     while cause is not None and not isinstance(cause, ZeroDivisionError):
-        cause = cause.__cause__
+        cause = getattr(cause, "cause", None) or cause.__cause__
     assert cause is not None
     assert cause.__traceback__ is not None

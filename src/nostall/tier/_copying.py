@@ -100,16 +100,18 @@ class Copier:
         if name != file.name:
             self.storage.remove([name])  # of a copy that was interrupted
         chunk_nbytes = page_aligned(max(_CHUNK_NBYTES, self.storage.least_part(file.nbytes)))
-        memory = memoryview(mmap.mmap(-1, min(chunk_nbytes, page_aligned(file.nbytes)) or 1))
-        crc32 = 0
+        memory_nbytes = min(chunk_nbytes, page_aligned(file.nbytes)) or 1
+        memory, crc32 = memoryview(mmap.mmap(-1, memory_nbytes)), 0
         with _readable(path):
             opened = source.open(file.name)
         with (
             opened as local,
             closing(self.storage.put(name, file.nbytes, on_created=lambda _: None)) as upload,
         ):
-            for begin in range(0, file.nbytes, len(memory)):
-                end = min(begin + len(memory), file.nbytes)
+            for begin in range(0, file.nbytes, memory_nbytes):
+                end = min(begin + memory_nbytes, file.nbytes)
+                if begin and name == file.name:  # a store's client may still be sending from it
+                    memory = memoryview(mmap.mmap(-1, memory_nbytes))
                 _fill(memory[: end - begin], local, path)
                 crc32 = checksum.crc32(memory[: end - begin], crc32)
                 upload.write(memory, begin, end, origin=begin)
