@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -115,22 +115,6 @@ REBUILDS_TYPED = "torch._utils", "_rebuild_tensor_v2"
 """The function that pickles of ``torch.save`` call for a tensor of a dtype with a typed storage."""
 REBUILDS_UNTYPED = "torch._utils", "_rebuild_tensor_v3"
 """The same for dtypes without one."""
-PICKLED_CALLS = {
-    "torch.serialization._get_layout": "layout",
-    "torch._tensor._rebuild_from_type_v2": "tensor_of_type",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor": "moved_tensor",
-    "torch._utils._rebuild_device_tensor_from_numpy": "tensor_of_array",
-    "torch._utils._rebuild_meta_tensor_no_storage": "tensor_without_values",
-    "torch._utils._rebuild_nested_tensor": "nested_tensor",
-    "torch._utils._rebuild_parameter": "parameter",
-    "torch._utils._rebuild_parameter_with_state": "parameter_with_state",
-    "torch._utils._rebuild_qtensor": "quantized_tensor",
-    "torch._utils._rebuild_sparse_tensor": "sparse_tensor",
-    "torch._utils._rebuild_tensor_v2": "typed_tensor",
-    "torch._utils._rebuild_tensor_v3": "untyped_tensor",
-    "torch._utils._rebuild_wrapper_subclass": "wrapped_tensor",
-}
-"""Functions that ``torch.save`` writes calls of, and what they return."""
 StorageInfo: TypeAlias = _StorageInfo
 StoragePrefix: TypeAlias = _StoragePrefix
 MemoryFormat = _MEM_FORMAT_ENCODING
@@ -430,12 +414,6 @@ class _Unpickler(pickle.Unpickler):
         return (
             held if dtype is None else TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)
         )
-
-
-def pickle_in(archive: BinaryIO) -> bytes:
-    """The pickle that ``torch.load`` would run: as found by its own reader of archives."""
-    content: bytes = torch._C.PyTorchFileReader(archive).get_record("data.pkl")
-    return content
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

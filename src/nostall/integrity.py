@@ -25,7 +25,7 @@ from nostall._commit.checking import (
     unreadable,
 )
 from nostall._commit.committed import committed_latest_first
-from nostall._commit.guarded_program import HINT
+from nostall._commit.metadata_pickle import HINT
 from nostall._model.checksum import use_fastest
 from nostall._model.names import METADATA_NAME
 from nostall._model.reads import ReadCounter

@@ -77,7 +77,7 @@ def _serve(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         target = make(root)
-        judge = Judge(root)
+        judge = Judge(root, may_waste=target.runs_pickles)
         finding, slowest_s, number = None, 0.0, batch.begin
         for number in range(batch.begin, batch.end):
             at[:_SLOT_NBYTES] = number.to_bytes(_SLOT_NBYTES, "little")
@@ -211,6 +211,7 @@ class _Fixed:
     def __init__(self, target: fuzz_targets.Target, content: bytes) -> None:
         self._content = content
         self.prepare, self.run = target.prepare, target.run
+        self.runs_pickles = target.runs_pickles
 
     def make(self, chance: random.Random) -> bytes:
         return self._content

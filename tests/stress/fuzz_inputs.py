@@ -1,4 +1,8 @@
-"""Hostile variations of good input: of bytes, of pickles as programs, and of JSON."""
+"""Hostile variations of good input: of bytes, of pickles as programs, and of JSON.
+
+Keys of pickles are shared and nested only as far as the process survives: nothing keeps a pickle
+from taking time, memory, or the stack of C code (SECURITY.md).
+"""
 
 from __future__ import annotations
 
@@ -93,7 +97,7 @@ NAMES = [
 def _billion_laughs(chance: Chance) -> bytes:
     """A tuple of tuples that share their parts, as a key."""
     make, count = chance.choice(((pickle.TUPLE2, 2), (pickle.TUPLE3, 3)))
-    depth = chance.choice((3, 20, 40, 100))
+    depth = chance.choice((3, 10))
     get, put = (
         [struct.pack("<cI", op, level) for level in range(depth + 1)]
         for op in (pickle.LONG_BINGET, pickle.LONG_BINPUT)
@@ -105,7 +109,7 @@ def _billion_laughs(chance: Chance) -> bytes:
 
 def _deep(chance: Chance) -> bytes:
     """Something nested very deep, as a key or not."""
-    depth = chance.choice((10, 10, 10, 2_000, 2_000, 20_000, 200_000))
+    depth = chance.choice((10, 10, 10, 2_000, 2_000))
     nest, end = chance.choice(
         (
             (pickle.TUPLE1, b""),
@@ -180,7 +184,7 @@ def _value(chance: Chance) -> bytes:
 
 def _restated(chance: Chance) -> bytes:
     """Indices with another one as their name, each once it is sound, the last as a key."""
-    depth = chance.choice((2, 20, 60))
+    depth = chance.choice((2, 8))
     make = _named(_METADATA, "MetadataIndex") + pickle.EMPTY_TUPLE + pickle.NEWOBJ
     program = b""
     for level in range(depth):

@@ -107,6 +107,8 @@ BUGS: dict[str, tuple[Callable[[], None], str]] = {
 class Planted:
     """Harmless but for every fourth input."""
 
+    runs_pickles = False
+
     def __init__(self, bug: Callable[[], None], root: str) -> None:
         self._bug = bug
 

@@ -51,6 +51,9 @@ from support.indexes import content_of, index_of
 class Target(Protocol):
     """Something that reads what it has no reason to trust."""
 
+    runs_pickles: bool
+    """Whether an input may take any memory up to the limit: pickles may."""
+
     def make(self, chance: Random) -> bytes:
         """One input."""
         ...
@@ -149,6 +152,8 @@ def _with_manifest(pickled: bytes, files: list[WrittenFile]) -> bytes:
 class MetadataTarget:
     """A ``.metadata`` file, through the reader and at times through verify and is_complete."""
 
+    runs_pickles = True
+
     def __init__(self, root: str) -> None:
         self._disk = _OnDisk(root)
         self._reader = nostall.CachedMetadataFileSystemReader(self._disk.path)
@@ -227,6 +232,8 @@ def changed_metadata(chance: Random) -> Metadata:
 
 class ContainerTarget:
     """A shard file, through verify, by a manifest or by the checksums inside."""
+
+    runs_pickles = False
 
     def __init__(self, root: str) -> None:
         self._disk = _OnDisk(root)
@@ -311,6 +318,8 @@ def _records(content: bytes) -> list[int]:
 class ManifestTarget:
     """A manifest behind good metadata, through its parser and at times through verify."""
 
+    runs_pickles = False
+
     def __init__(self, root: str) -> None:
         self._disk = _OnDisk(root)
 
@@ -340,6 +349,8 @@ class ManifestTarget:
 
 class IndexTarget:
     """An index of items with right checksums, through the reader and at times through verify."""
+
+    runs_pickles = False
 
     def __init__(self, root: str) -> None:
         self._disk = _OnDisk(root)

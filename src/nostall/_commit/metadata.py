@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan
@@ -91,6 +92,8 @@ def _require_tensor(fqn: Any, tensor: Mapping[str, Any], path: str) -> None:
     size, chunks = tensor.get("size"), tensor.get("chunks")
     if type(size) is not torch.Size or type(chunks) is not list:
         raise _refused(f"the tensor {fqn!r:.80} has no size or no chunks", path)
+    if min(size, default=0) < 0 or type(tensor.get("properties")) is not TensorProperties:
+        raise _refused(f"the tensor {fqn!r:.80} has a negative size or no properties", path)
     begins = set()
     for chunk in chunks:
         begin, extent = _require_chunk(fqn, chunk, size, path)
@@ -112,7 +115,7 @@ def _require_chunk(
     if not len(begin) == len(extent) == len(size):
         raise _refused(f"a chunk of the tensor {fqn!r:.80} differs in dimensions", path)
     for at, length, end in zip(begin, extent, size, strict=True):
-        if at + length > end:
+        if min(at, length) < 0 or at + length > end:
             raise _refused(f"a chunk of the tensor {fqn!r:.80} lies outside of it", path)
     return begin, extent
 

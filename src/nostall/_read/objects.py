@@ -11,8 +11,6 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nostall import _torch
-from nostall._read.pickles import Broken, Harmful, require_harmless
 from nostall._storage.reading import is_to_blame
 from nostall.errors import DamagedCheckpointError, ReadError, UntrustedObjectError
 
@@ -20,11 +18,19 @@ ENVIRONMENT_HINT = (
     "its bytes do not seem to be damaged: make the modules of the program that saved it importable"
     " here, in the same versions"
 )
-OF_BYTES = (Broken, Harmful, RuntimeError)
-"""Raised for bytes that contradict each other; the last by torch."""
+
+
+class Broken(Exception):  # a finding; the reader makes an error of it
+    """Not an archive as ``torch.save`` makes it."""
+
+
+OF_BYTES = (Broken, pickle.UnpicklingError, RuntimeError)
+"""Raised for bytes that contradict each other; the last two by torch."""
 _BEGIN = b"PK\x03\x04"
 """Anything else torch takes for a file of an older version, which has several pickles."""
-_REFUSED = re.compile(r"WeightsUnpickler error: (.*?)(?:\. |$)", re.MULTILINE)
+_REFUSED = re.compile(
+    r"(?:WeightsUnpickler error:\s*|trusted source\.\n\s*\n)(.*?)(?:\. |$)", re.MULTILINE
+)
 
 
 def object_in(content: io.BytesIO, name: str, *, path: str, trust: bool, hint: str) -> Any:
@@ -50,7 +56,7 @@ def object_in(content: io.BytesIO, name: str, *, path: str, trust: bool, hint: s
     except MemoryError:
         raise
     except Exception as error:  # a pickle can raise anything
-        if not trust and isinstance(error, pickle.UnpicklingError | Harmful):
+        if not trust and isinstance(error, pickle.UnpicklingError):
             why = f"{what}: {reason_of(error)}"
             raise UntrustedObjectError(why, phase="read", path=path, hint=hint) from error
         raise unloadable(what, error, content, path=path) from error
@@ -67,23 +73,21 @@ def unloadable(
 
 
 def loaded_safely(archive: BinaryIO) -> Any:
-    """What ``torch.load(weights_only=True)`` makes of an archive, in proportion to its size.
+    """The object that ``torch.load(weights_only=True)`` makes of an archive.
 
     Raises:
-        Harmful: As of :func:`look_through`.
-        Broken: The same.
+        Broken: It is not an archive as ``torch.save`` makes it.
         Exception: A damaged archive can raise anything.
     """
-    look_through(archive)
+    require_archive(archive)
     return torch.load(archive, map_location="cpu", weights_only=True)
 
 
-def look_through(archive: BinaryIO) -> None:
-    """Require an archive that torch can load in time and memory in proportion to its size.
+def require_archive(archive: BinaryIO) -> None:
+    """Require an archive as ``torch.save`` makes it, with records no longer than itself.
 
     Raises:
-        Harmful: Its pickle could take any time or memory.
-        Broken: It is not an archive as ``torch.save`` makes it.
+        Broken: It is another file, or its records are compressed, or used several times.
         Exception: A damaged archive can raise anything.
     """
     nbytes = archive.seek(0, os.SEEK_END)
@@ -95,8 +99,6 @@ def look_through(archive: BinaryIO) -> None:
     is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
     if not is_stored or sum(entry.file_size for entry in entries) > nbytes:
         raise Broken("its records are compressed, or longer than the archive")
-    archive.seek(0)
-    require_harmless(_torch.pickle_in(archive), nbytes)
     archive.seek(0)
 
 

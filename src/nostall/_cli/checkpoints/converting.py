@@ -35,8 +35,7 @@ from nostall._cli.checkpoints.nesting import nested
 from nostall._cli.checkpoints.reading import TRUST_HINT, read_into, read_objects
 from nostall._cli.output import progress
 from nostall._model.names import SHARD_SUFFIX
-from nostall._read.objects import look_through, object_in, reason_of, unloadable
-from nostall._read.pickles import Harmful
+from nostall._read.objects import object_in, reason_of, require_archive, unloadable
 from nostall._storage.places import may_have, storage_at
 from nostall._storage.posix import (
     create_new,
@@ -222,12 +221,12 @@ def _load(source: str, *, trust: bool) -> Any:
     try:
         if mapped and not trust:
             with open(source, "rb") as stream:
-                look_through(stream)
+                require_archive(stream)
         return torch.load(source, map_location="cpu", weights_only=not trust, mmap=mapped)
     except OSError:
         raise
     except Exception as error:  # a pickle can raise anything
-        if not trust and isinstance(error, pickle.UnpicklingError | Harmful):
+        if not trust and isinstance(error, pickle.UnpicklingError):
             what = f"cannot load: {reason_of(error)}"
             raise DamagedCheckpointError(what, path=source, hint=TRUST_HINT) from error
         with open(source, "rb") as stream:

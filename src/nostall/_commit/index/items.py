@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
-from nostall._commit.guarded_program import HINT
 from nostall._commit.index.columns import InvalidIndexError, ItemIndex, Properties
 from nostall._commit.index.parsing import parsed
 from nostall._commit.manifest import DAMAGED_HINT, Manifest, index_alone
+from nostall._commit.metadata_pickle import HINT
 from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 
 Entries: TypeAlias = dict[str, TensorStorageMetadata | BytesStorageMetadata]
