@@ -468,6 +468,14 @@ def test_another_process_that_promotes_is_waited_for(tier: str, root: str) -> No
     assert step_at(destination_of(root, 0)) == 0
 
 
+def test_an_idle_process_keeps_nobody_from_promoting(tier: str, root: str) -> None:
+    """One rank may promote what is left, and another one save."""
+    with _started(tier, root, steps=1) as process:
+        wait_until(lambda: step_at(destination_of(root, 0)) == 0)
+        save_there(tier, root, 1)
+        process.kill()
+
+
 @contextmanager
 def _started(tier: str, root: str, *, steps: int) -> Iterator[psutil.Process]:
     """A program that has saved, and waits."""

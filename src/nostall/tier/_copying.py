@@ -189,8 +189,7 @@ def promote(
     Raises:
         Hopeless: The local checkpoint is damaged, or the destination has one that stays.
         Waiting: Other hosts have not brought all files, or a save replaces the local checkpoint.
-        OSError: The destination refuses.
-        NostallError: The metadata could not be published, or may not last.
+        Exception: The destination refuses.
     """
     try:
         content, manifest = _committed(source)

@@ -153,3 +153,8 @@ def is_locked(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
+
+
+def unlock(fd: int) -> None:
+    """Let other processes lock the root."""
+    fcntl.flock(fd, fcntl.LOCK_UN)

@@ -23,7 +23,7 @@ from nostall._writer.messages import Answer, Message, send
 from nostall._writer.parent import ignore_signals, make_importable, messages_from_parent, say_ready
 from nostall.errors import NostallError
 from nostall.tier._copying import DRAFT, OLD_S, Copier, Hopeless, Waiting, files_of, promote
-from nostall.tier._local import Directory, Record, committed_at, is_locked, names_in
+from nostall.tier._local import Directory, Record, committed_at, is_locked, names_in, unlock
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
 _PROGRESS_EVERY_S = 0.25
@@ -128,6 +128,8 @@ class _Root:
                 self._jobs.remove(each)
                 self._tell(Answer(each["job"], failure))
         self._verified.pop(job["name"], None)
+        if job["shared"] and not self._jobs:  # another rank may promote, too
+            unlock(self._lock_fd)
 
     def _promote(self, job: Job) -> None:
         root, name = job["root"], job["name"]

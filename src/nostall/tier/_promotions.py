@@ -195,7 +195,7 @@ class Root:
         os.makedirs(self.path, exist_ok=True)
         record = Record(self.path, self.destination)
         fd = opened_lock(self.path)
-        if not is_locked(fd) and not even_if_locked:
+        if not self.shared and not is_locked(fd) and not even_if_locked:
             os.close(fd)
             return
         record.write()
@@ -278,11 +278,7 @@ os.register_at_fork(after_in_child=lambda: close(is_fork=True))
 
 
 def root_at(path: str, destination: str, *, shared: bool) -> Root:
-    """The local root of this process at a path.
-
-    Raises:
-        OptionError: It has another destination in this process, or is shared otherwise.
-    """
+    """The local root of this process at a path; ``OptionError`` if it is another one's."""
     with _process.lock:
         root = _process.roots.setdefault(path, Root(path, destination, shared=shared))
     if (root.destination, root.shared) != (destination, shared):
@@ -323,12 +319,7 @@ def promote(
 
 
 def on_disk(path: str, call: Callable[[], T], *, phase: str = "plan", rank: int = 0) -> T:
-    """The result of a call of the local disk.
-
-    Raises:
-        SaveTimeoutError: It does not answer.
-        WriteError: It refuses.
-    """
+    """The result of a call; ``SaveTimeoutError`` or ``WriteError`` if the local disk refuses."""
     timeout_s, doing = default_engine().options.save_timeout_s, "looking at local_staging_dir"
     try:
         return in_time(call, timeout_s=timeout_s, doing=doing, phase=phase, path=path, rank=rank)
@@ -356,10 +347,7 @@ def _missing() -> list[Promotion]:
 
 
 def _finish_at_exit() -> None:
-    """Wait for all promotions; end the process with a failure if one is not over in time.
-
-    Ctrl-C ends the wait.
-    """
+    """Wait for all promotions, or for Ctrl-C; end the process with a failure if one is missing."""
     finish_all_at_exit()  # as registered, it runs later; its saves are promoted, too
     timeout_s = min(default_engine().options.exit_timeout_s, preemption.left_s)
     deadline_s = time.monotonic() + timeout_s
