@@ -15,7 +15,9 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +127,26 @@ def check(address: str, committed: set[int], newest: int) -> int:
     return len(found)
 
 
+def apart(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call in a process of its own: a fork of one that has used a store cannot use one."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(call, arguments)
+
+
+def names_at(place: str) -> list[str]:
+    """All names at a place."""
+    return storage_at(place).list()
+
+
+def newest_at(place: str) -> float:
+    """When the last file there was written."""
+    storage = storage_at(place)
+    return max((storage.stat(name).changed_s for name in storage.list()), default=0.0)
+
+
 def save_once_more(root: Path, place: str) -> None:
     """A job that begins after all others ended saves once."""
-    storage = storage_at(place)
-    newest_s = max((storage.stat(name).changed_s for name in storage.list()), default=0.0)
+    newest_s = apart(newest_at, place)
     wait_until(lambda: time.time() > newest_s + ROUNDED_S)
     done = run_script(
         "programs/save_once.py", place, "1", "exclusive", cwd=root, timeout_s=PATIENCE_S
@@ -166,18 +184,18 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
         committed |= life.committed
         totals.update({name: count for name, count in life.counts.items() if "of" not in name})
         totals["lives"] += 1
-        names = storage_at(f"{address}/overwritten").list()
+        names = apart(names_at, f"{address}/overwritten")
         totals["whole files left over"] += max(0, len(names) - RANKS - 1)
-        totals["checkpoints checked"] += check(address, committed, newest + 1)
+        totals["checkpoints checked"] += apart(check, address, committed, newest + 1)
         newest += 1
         if is_last:
             break
     for save in range(newest - 2 * KEPT):  # numbers that no life has come to
-        nostall.remove_checkpoint(f"{address}/save-{save}")
+        apart(nostall.remove_checkpoint, f"{address}/save-{save}")
     save_once_more(root, f"{address}/overwritten")
     totals["uploads interrupted"] = len(server.unfinished(bucket))
     left = [key for key, nbytes in server.sizes(bucket).items() if not nbytes]
-    names = storage_at(f"{address}/overwritten").list()
+    names = apart(names_at, f"{address}/overwritten")
     if left or len(names) != 2:
         raise Violation(f"empty: {left}; overwritten: {sorted(names)}")
     return {

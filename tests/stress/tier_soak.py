@@ -33,11 +33,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._model.names import SHARD_SUFFIX
-from nostall._storage.places import storage_at
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from stress.object_soak import save_at, tensors
+from stress.object_soak import apart, save_at, tensors
 from stress.soak import PATIENCE_S, RANKS, Life, Violation, main
 from support.faults import writer_pids
 from support.object_store import S3Server, s3_server
@@ -144,7 +143,7 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
         totals.update({name: count for name, count in life.counts.items() if "of" not in name})
         totals["lives"] += 1
         for turn, (place, before) in enumerate(seen.items()):
-            found = _save_at(place)
+            found = apart(_save_at, place)
             if found < before:
                 raise Violation(f"{place} had save {before}, and has {found}")
             seen[place] = found
@@ -171,7 +170,7 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
     committed |= last.committed
     for turn, place in enumerate(seen):
         due = [save for save in committed if destination_of(root, bucket, save) == place]
-        found = _save_at(place)
+        found = apart(_save_at, place)
         if found < max(due, default=-1):
             raise Violation(f"{place}: save {max(due)} was committed; {found} was promoted")
         if turn in SHARED and beside(place):

@@ -226,7 +226,7 @@ _HINTS = {
     "RequestTimeTooSkewed": "set the clock of this machine",
     "AuthorizationHeaderMalformed": "set the region of the bucket, as in AWS_REGION",
 }
-_STATUS = re.compile(r"status code: (\d{3})")
+_STATUS = re.compile(r"code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<\n]*)")
 
