@@ -36,7 +36,7 @@ from nostall._model.names import SHARD_SUFFIX
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from stress.object_soak import apart, save_at, tensors
+from stress.object_soak import apart, names_at, save_at, tensors
 from stress.soak import PATIENCE_S, RANKS, Life, Violation, main
 from support.faults import writer_pids
 from support.object_store import S3Server, s3_server
@@ -109,7 +109,7 @@ def _save_at(place: str) -> int:
 
 def beside(place: str) -> list[str]:
     """Names at a destination, if there are more than those of one checkpoint."""
-    names = sorted(storage_at(place).list())
+    names = sorted(apart(names_at, place))
     return names if len(names) > RANKS + 1 else []
 
 
