@@ -36,7 +36,7 @@ from nostall._read.items.forms import Unusual
 from nostall._read.items.load import read_items
 from nostall._read.plan import Wanted
 from nostall._storage.posix_files import PosixFiles, PosixSource, between
-from nostall.errors import DamagedCheckpointError, OptionError
+from nostall.errors import DamagedCheckpointError, OptionError, UntrustedObjectError
 from nostall.filesystem_reader import Verify
 from programs.streams import Zlib
 from support.parts import save_in_halves
@@ -586,7 +586,8 @@ def test_hostile_archives_are_refused(tmp_path: Path, lie: str, count: int) -> N
         for index, place in metadata.storage_data.items()
     }
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert isinstance(_error_of(tmp_path, state), DamagedCheckpointError)
+    expected = UntrustedObjectError if lie == "code" else DamagedCheckpointError
+    assert isinstance(_error_of(tmp_path, state), expected)
     assert not (tmp_path / "pwned").exists()
 
 
