@@ -95,8 +95,8 @@ DEFECTS = {
     ),
     "the newest step is removed": Defect(
         "_manager/policies.py",
-        "    kept = wanted.intersection(steps) | set(steps[-1:])\n",
-        "    kept = wanted.intersection(steps)\n    least = 0\n",
+        "    wanted = set(protected) | set(steps[-least:])\n",
+        "    wanted = set(protected)\n",
         ("tests/manager/test_manager_policies.py",),
     ),
 }
