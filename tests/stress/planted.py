@@ -66,7 +66,7 @@ DEFECTS = {
         "_writer/chunks.py",
         "        self._payloads.seal_ending_in(window, number)\n",
         "",
-        ("tests/writer/test_seals.py", "tests/end_to_end/test_against_stock.py"),
+        ("tests/save/test_ring.py",),
     ),
     "a request stays scheduled when it is finalised": Defect(
         "core.py",
