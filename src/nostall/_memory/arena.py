@@ -145,7 +145,8 @@ def _reserve(fd: int, begin: int, end: int) -> None:
 def _turn() -> Iterator[None]:
     """Reserve while no other process of this container does; without a lock after a timeout."""
     try:
-        lock = os.open("/dev/shm", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # noqa: S108
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        lock = os.open("/dev/shm", flags)  # noqa: S108  # nothing is made there
     except OSError:
         yield
         return
@@ -155,11 +156,14 @@ def _turn() -> Iterator[None]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except OSError:
+            except BlockingIOError:
                 time.sleep(_TURN_LOOK_S)
+            except OSError:  # locks are not supported there
+                break
         yield
     finally:
-        fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
         os.close(lock)
 
 

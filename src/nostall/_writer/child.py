@@ -324,7 +324,8 @@ class ChildProcess(Generic[T]):
         try:
             self._process.kill()
         except PermissionError:  # after setuid; the process ends with its socket
-            self._socket.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # it has closed it; requests are failed in any case
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _reap(self, kill_after_s: float) -> None:
         try:

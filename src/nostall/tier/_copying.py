@@ -216,7 +216,7 @@ def promote(
 
 def _committed(source: Directory) -> tuple[bytes, Manifest]:
     path = os.path.join(source.path, METADATA_NAME)
-    with io.BufferedReader(source.open(METADATA_NAME)) as stream:  # type: ignore[type-var]
+    with io.BufferedReader(source.open(METADATA_NAME)) as stream:  # type: ignore[type-var]  # a raw file
         content = read_metadata(stream, path)
     try:
         _, manifest = split(content, path=path)
