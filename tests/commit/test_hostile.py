@@ -343,7 +343,7 @@ def test_members_of_enumerations_are_read_as_every_python_pickles_them() -> None
     metadata.planner_data = {"plan": plan}
     of_torch_2_2 = copy.deepcopy(metadata)
     properties: Any = of_sharded_tensors.TensorProperties()
-    of_torch_2_2.state_dict_metadata["a"].properties = properties  # type: ignore[union-attr]
+    of_torch_2_2.state_dict_metadata["a"].properties = properties  # type: ignore[union-attr]  # of a tensor
     for protocol in range(2, 6):
         for written in (metadata, of_torch_2_2):
             stream = io.BytesIO()

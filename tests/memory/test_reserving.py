@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import time
 from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 
@@ -55,3 +59,15 @@ def test_what_a_failed_reservation_took_is_free_before_others_look(
         block.grow(8 * MIB)
     assert block.nbytes == 2 * MIB
     assert os.fstat(block.fd).st_blocks * 512 == 2 * MIB
+
+
+def test_where_locks_are_not_supported_nobody_waits_for_a_turn() -> None:
+    """Reserving goes on at once, without one."""
+    began_s = time.monotonic()
+    with (
+        patch.object(arena, "_SCARCE_NBYTES", 1 << 62),
+        patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "no locks")) as asked,
+    ):
+        Block(1)
+    assert asked.called
+    assert time.monotonic() - began_s < arena._TURN_TIMEOUT_S / 4

@@ -8,6 +8,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
@@ -299,3 +300,15 @@ def test_a_process_that_says_what_it_should_not_is_killed(said: bytes) -> None:
     assert isinstance(failure, Failure)
     assert failure.kind == "ProtocolError"
     assert not peer.alive
+
+
+def test_a_confused_process_of_another_user_fails_its_requests() -> None:
+    """It cannot be killed, and the socket may be closed already; nobody waits for ever."""
+    with (
+        patch("subprocess.Popen.kill", side_effect=PermissionError),
+        patch("socket.socket.shutdown", side_effect=OSError),
+        patch(f"{__name__}.PEER", PEER.removesuffix("sock.recv(1)\n")),  # ends by itself
+    ):
+        failure = Peer(b"Traceback (most recent call last):").ask()
+    assert isinstance(failure, Failure)
+    assert failure.kind == "ProtocolError"

@@ -263,8 +263,8 @@ class About:
     exact: frozenset[str]
     """Keys of the objects that get exactly what they returned."""
     placements: Placements | None
-    """Of the optimizers' distributed tensors that are not placed as their parameters are; ``None``
-    if no parameter was distributed."""
+    """Placements of the optimizers' distributed tensors that differ from their parameters';
+    ``None`` if no parameter was distributed."""
 
 
 def read_about(directory: str) -> About | None:

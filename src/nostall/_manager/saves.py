@@ -91,7 +91,7 @@ class SaveHandle:
 
     @property
     def promotions(self) -> tuple[Promotion, ...]:
-        """What brings the checkpoint from a local tier to the step's directory, once committed.
+        """Promotions of the checkpoint from a local tier to the step's directory, once committed.
 
         On the coordinator; empty on other ranks, and if the writer has no ``local_staging_dir``.
         """
@@ -142,7 +142,7 @@ class PendingSaves:
 
     @property
     def activity(self) -> Activity:
-        """What is under way; also for another thread."""
+        """The saves in progress; callable from any thread."""
         in_flight = frozenset(handle.step for handle in tuple(self._requests))
         return Activity(in_flight, tuple(self._own))
 

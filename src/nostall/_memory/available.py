@@ -20,7 +20,7 @@ def available_nbytes(*, root: str = "/") -> int:
 
 
 def _left_on_host(root: str) -> int:
-    """What the host says it can give; without ``/proc``, unlimited."""
+    """Bytes that the host can give; unlimited without ``/proc``."""
     try:
         with open(os.path.join(root, "proc/meminfo")) as stream:
             kib = next(line.split()[1] for line in stream if line.startswith("MemAvailable:"))

@@ -160,6 +160,6 @@ class WriteJob(NamedTuple):
     sys_path: tuple[str, ...] = ()
     """Import path of the user's callables, or of an object store's client; empty without them."""
     storage_options: str = "{}"
-    """What the user passes to the client of the directory's bucket, as JSON."""
+    """The user's options for the client of the directory's bucket, as JSON."""
     faults: tuple[dict[str, Any], ...] = ()
     """Faults to inject, see ``nostall._writer.faults``."""

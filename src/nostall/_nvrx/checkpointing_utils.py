@@ -101,7 +101,7 @@ def preload_tensors(
     state_dict: dict[str, Any],
     non_blocking: bool = True,  # noqa: FBT001, FBT002  # an established signature
 ) -> Any:
-    """The same nested dicts and lists, with tensors copied to host memory.
+    """A copy of nested dicts and lists, with tensors in host memory.
 
     Args:
         state_dict: Nested dicts and lists with the tensors.

@@ -98,7 +98,7 @@ def committed_in(root: str) -> list[Committed]:
 
 
 class Record:
-    """What a local root says of its destination, and of the checkpoints that are there.
+    """The file in a local root that names its destination, and the checkpoints that are there.
 
     Raises:
         OSError: The root belongs to another destination, or the record cannot be read.

@@ -182,7 +182,7 @@ class Root:
         self.destination = destination
         self.shared = shared
         self.lock_fd = -1
-        """Of the lock, from :meth:`start` on."""
+        """Descriptor of the lock, from :meth:`start` on."""
         self.being_saved: list[str] = []
         """Names of directories into which saves of this process write."""
         self._promotions: list[Promotion] = []
@@ -247,7 +247,7 @@ class Root:
 
 
 class _Process:
-    """What this process promotes. A forked child promotes nothing."""
+    """The promotions of this process. A forked child has none."""
 
     def __init__(self) -> None:
         self.roots: dict[str, Root] = {}

@@ -141,7 +141,7 @@ class ObstoreClient:
         return Stat(found["size"], Version(version), modified_s, modified_s)
 
     def list(self, prefix: str) -> list[str]:
-        """What follows the prefix in keys, up to the next ``/``, once each; in any order."""
+        """The rest of each key behind the prefix, up to the next ``/``, once each; in any order."""
         import obstore
 
         with _errors_at(self._where(prefix)):
@@ -194,7 +194,7 @@ class Writer:
 
 
 def _update_of(version: Version) -> dict[str, str]:
-    """What obstore needs to compare a version."""
+    """A version in the form that obstore compares."""
     e_tag, _, number = version.partition("\n")
     return {"e_tag": e_tag, "version": number} if number else {"e_tag": e_tag}
 
@@ -255,7 +255,7 @@ def _errors_at(where: str) -> Iterator[None]:
 
 
 def _said(text: str) -> str:
-    """What a store has said, or obstore of it, without what obstore prints for its developers."""
+    """The message of a store or of obstore, without what is for obstore's developers."""
     message, code = _MESSAGE.search(text), _CODE.search(text)
     if message and code:
         return f"{message[1]} ({code[1]})"
