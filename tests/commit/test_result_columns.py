@@ -38,7 +38,7 @@ def sent(results: list[WriteResult]) -> Any:
 def places_of(columns: Any) -> list[tuple[MetadataIndex, Any]]:
     """Items and places; hints, which indices are not compared by, are looked at elsewhere."""
     assert isinstance(columns, ResultColumns)
-    return list(columns.places)
+    return list(columns.places({}))
 
 
 @given(metadata())
@@ -55,7 +55,7 @@ def test_columns_say_what_results_say(found: Metadata) -> None:
 
 @given(metadata())
 def test_metadata_of_columns_are_those_of_results(found: Metadata) -> None:
-    """Byte for byte, with the same index."""
+    """Byte for byte, with the same index, whoever makes the columns."""
     results = results_of(found)
     plain = publication_of(complete_metadata(found, results))
     compact = publication_of(complete_metadata(found, list(map(sent, results))))

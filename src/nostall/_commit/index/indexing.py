@@ -42,12 +42,6 @@ class Indexed:
     index: ItemIndex
     written: WrittenIndex
     """The bytes of the index."""
-    properties: Sequence[TensorProperties]
-    """The objects that the properties of the index are the plain values of."""
-    order: Sequence[int]
-    """The numbers of places, in the order of the metadata's ``storage_data``."""
-    hints: Sequence[Any]
-    """In the same order, ``MetadataIndex.index`` of the key of each."""
 
 
 def indexed(metadata: Metadata) -> Indexed | None:
@@ -95,13 +89,10 @@ class _Indexing:
         self._file: list[int] = []
         self._offset: list[int] = []
         self._length: list[int] = []
-        self._hints: list[Any] = []
         self._properties: dict[Properties, int] = {}
         self._known: dict[tuple[Any, ...], int] = {}
         """Number of properties by the values of their attributes."""
         self._transforms: set[tuple[str, ...] | None] = set()
-        self._objects: list[TensorProperties] = []
-        """For each number of properties, an object that has them."""
         self._places = defaultdict[str, dict[tuple[int, ...] | None, int]](dict)
         """Numbers of places, by name and offset."""
         for columns in ranks:
@@ -114,7 +105,6 @@ class _Indexing:
             self._file += map(files.__getitem__, columns.file_of)
             self._offset += columns.offsets
             self._length += columns.lengths
-            self._hints += columns.hints
             if columns.names:
                 self._transforms.add(columns.transforms)
         if sum(map(len, self._places.values())) != len(self._file):
@@ -163,23 +153,14 @@ class _Indexing:
             shapes=list(self._shapes),
             begin=begin,
             extent=extent,
-            file=picked(self._file, places),
-            offset=picked(self._offset, places),
-            length=picked(self._length, places),
+            file=_picked(self._file, places),
+            offset=_picked(self._offset, places),
+            length=_picked(self._length, places),
             properties=list(self._properties),
             files=list(self._files),
             transforms=self._transforms_of_all(),
         )
-        order = [0] * len(self._hints)
-        for at, number in enumerate(places):
-            order[number] = at
-        return Indexed(
-            index=index,
-            written=written(index),
-            properties=self._objects,
-            order=order,
-            hints=self._hints,
-        )
+        return Indexed(index=index, written=written(index))
 
     def _transforms_of_all(self) -> tuple[str, ...] | None:
         transforms = self._transforms or {None}
@@ -200,10 +181,7 @@ class _Indexing:
         except TypeError as error:  # an unknown value, which has no hash
             raise _NotRepresentableError from error
         if number is None:
-            plain = _plain(properties)
-            number = self._properties.setdefault(plain, len(self._properties))
-            if number == len(self._objects):
-                self._objects.append(properties)
+            number = self._properties.setdefault(_plain(properties), len(self._properties))
             self._known[key] = number
         return number
 
@@ -213,7 +191,7 @@ _CHUNK_PARTS = 2
 """Numbers of attributes that instances have, without the optional one; others would be lost."""
 
 
-def picked(column: Sequence[T], places: Sequence[int]) -> list[T]:
+def _picked(column: Sequence[T], places: Sequence[int]) -> list[T]:
     """The values at these places, in a third of the time that it takes one by one."""
     # With less than two places, the result would not be a tuple.
     return list(itemgetter(0, 0, *places)(column)[2:]) if column else []
