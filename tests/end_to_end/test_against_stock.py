@@ -2,8 +2,8 @@
 
     python -m pytest tests/end_to_end/test_against_stock.py -v -p no:randomly
 
-The tests of stock say what it does today: one that fails tells that stock has changed, and that a
-line of ``docs/reliability.md`` has to go. What was done to the writers is in
+The tests of stock say what it does today: one that fails tells that stock has changed, and that
+what ``docs/reliability.md`` says of it is to be looked at. What was done to the writers is in
 ``programs/against_stock.py``.
 """
 

@@ -96,18 +96,39 @@ def test_every_engine_option_is_documented(option: str) -> None:
     assert f"| `{option}` |" in (ROOT / "docs" / "options.md").read_text()
 
 
-def test_every_test_that_the_documents_name_is_there() -> None:
-    """docs/reliability.md names tests that exist; ``::name`` is one in the last named file."""
-    text = (ROOT / "docs" / "reliability.md").read_text()
-    missing, file = [], ""
-    for name, test in re.findall(r"`((?:tests/\w+/)?\w+\.py)?(?:::(\w+))?`", text):
-        file = name or file
-        paths = [ROOT / file] if "/" in file else [*(ROOT / "tests").glob(f"*/{file}")]
-        texts = [path.read_text() for path in paths if path.is_file()]
-        if file and not any(not test or f"def {test}(" in source for source in texts):
-            missing.append((file, test))
-    assert missing == []
-    assert text.count("test_") > 50
+def unknown_tests(text: str) -> list[str]:
+    """Names in a text, ``tests/FOLDER/FILE.py`` or ``...::TEST``, of what does not exist."""
+    unknown = []
+    for file, test in set(re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text)):
+        path = ROOT / file
+        tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        if not path.is_file() or (test and test not in functions):
+            unknown.append(f"{file}::{test}" if test else file)
+    return sorted(unknown)
+
+
+def test_every_test_that_the_pages_name_exists() -> None:
+    """A promise whose test was renamed or removed is found, on any page."""
+    pages = [path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md"))]
+    assert unknown_tests("\n".join(pages)) == []
+
+
+def test_a_wrong_name_of_a_test_is_found() -> None:
+    """Of a test in a file that exists, and of a file that does not."""
+    here = "tests/public/test_documents.py"
+    names = f"`{here}`, `{here}::test_a_wrong_name_of_a_test_is_found`"
+    wrong = [f"{here}::test_that_does_not_exist", "tests/public/test_no_file.py::test_any"]
+    assert unknown_tests(" ".join([names, *wrong])) == wrong
+
+
+def test_every_promise_names_its_test() -> None:
+    """Each row of the tables of promises in docs/reliability.md ends with at least one test."""
+    text = (DOCS / "reliability.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| promise \| test \|\n\|---\|---\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert [row for row in rows if "::test_" not in row.split(" | ")[-1]] == []
+    assert len(rows) > 100
 
 
 def programs() -> dict[str, str]:
