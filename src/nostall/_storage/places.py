@@ -70,7 +70,7 @@ def resolved(address: str) -> str:
             path=address,
             hint="use s3://, gs://, az:// or msc://, or a directory of a mounted store",
         )
-    _require("obstore", protocol, "pip install 'nostall[objects]'")
+    _require("obstore", protocol, "pip install 'obstore>=0.11'")
     return address
 
 
