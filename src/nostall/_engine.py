@@ -154,36 +154,33 @@ class Engine:
 
     def submit(
         self,
-        jobs: Sequence[WriteJob],
+        job: WriteJob,
         lease: Lease,
         *,
         after: Sequence[Future[RankReport]] = (),
     ) -> Future[RankReport]:
-        """Send one rank's jobs to writer processes, one job each.
-
-        The lease is released when all jobs are done.
+        """Send a rank's job to the writer process. The lease is released when it is done.
 
         Args:
-            jobs: At most one per file.
-            lease: The memory that holds all of them.
+            job: The job.
+            lease: The memory that holds its images.
             after: Earlier submissions of the same save; they become part of the report.
         """
-        writers = self.writers(len(jobs))
+        writer = self.writer()
         self.removed.await_room(self.options.save_timeout_s)
-        # The jobs own the lease now: on an exception from outside, such as Ctrl-C, the caller
-        # releases its own while writer processes may still read the memory.
+        # The job owns the lease now: on an exception from outside, such as Ctrl-C, the caller
+        # releases its own while the writer process may still read the memory.
         lease = self.arena.adopt(lease)
-        parts = [writer.submit(job, lease) for writer, job in zip(writers, jobs, strict=True)]
 
         def finish(reports: list[RankReport]) -> RankReport:
             lease.release()  # before the report: the memory is free when the caller has it
             return joined(reports)
 
-        here = when_done(parts, finish)
+        here = when_done([writer.submit(job, lease)], finish)
         return when_done([*after, here], joined) if after else here
 
-    def writers(self, count: int) -> list[WriterProcess]:
-        """``count`` running writer processes; dead ones are replaced.
+    def writer(self) -> WriterProcess:
+        """The running writer process; a dead one is replaced.
 
         Those of another user, from before ``setuid``, end when they have written their jobs.
 
@@ -203,7 +200,7 @@ class Engine:
                     writer.close()
             self._writers = [writer for writer in self._writers if writer.alive]
             usable = [writer for writer in self._writers if writer not in others]
-            while len(usable) < count:
+            if not usable:
                 usable.append(
                     WriterProcess(
                         cpu_priority=self.options.cpu_priority,
@@ -213,8 +210,8 @@ class Engine:
                         on_created=self.under_way.created,
                     )
                 )
-                self._writers.append(usable[-1])
-            return usable[:count]
+                self._writers.append(usable[0])
+            return usable[0]
 
     @property
     def is_writing(self) -> bool:

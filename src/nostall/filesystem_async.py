@@ -98,7 +98,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             is not detected.
         separation_hint: Items whose name starts with this go to files of their own, named with it.
         use_msc: Accepted for compatibility, without effect.
-        is_multiproc_io: Spread the files over two writer processes.
+        is_multiproc_io: Accepted for compatibility; threads of one process write all files.
         use_cached_data_structure: Accepted for compatibility; structure is always cached.
         use_cpu_shm_for_gpu_tensors: Accepted for compatibility; shared memory is always used.
         open_file: A callable with the signature of ``open`` that opens every shard file.
@@ -188,7 +188,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             self._own = OwnOptions(
                 staging=staging,
                 separation_hint=separation_hint,
-                is_multiproc_io=is_multiproc_io,
                 open_file=open_file,
                 exclusive=exclusive,
             )

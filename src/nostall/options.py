@@ -132,7 +132,6 @@ class WriterOptions:
     sync_files: bool
     overwrite: bool
     separation_hint: str | None
-    processes: int
     staging: StagingMode = "blocking"
     file_format: FileFormat = FileFormat.TORCH_SAVE
     exclusive: bool = False

@@ -110,7 +110,7 @@ class _FileSave(BackgroundSave):
         def settle(done: Future[RankReport]) -> None:
             placed.set_result(self._placed(done.result(), after=before))
 
-        written = self.engine.submit([self._job(snapshot)], snapshot.lease)
+        written = self.engine.submit(self._job(snapshot), snapshot.lease)
         file = os.getpid(), self._path
         before, _last_to[file] = _last_to.get(file), placed
         on_done(written, lambda done: start_apart("nostall-placing", lambda: settle(done)))

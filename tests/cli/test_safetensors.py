@@ -264,4 +264,4 @@ def test_without_the_package_the_command_says_what_to_install(
     saved(tmp_path / "saved", {"w": torch.ones(2)})
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     status, _, error = run("convert", tmp_path / "saved", tmp_path / "a.safetensors")
-    assert (status, "nostall[safetensors]" in error) == (2, True)
+    assert (status, "safetensors>=0.4.5" in error) == (2, True)

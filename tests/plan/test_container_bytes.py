@@ -575,14 +575,14 @@ def test_split_save_stores_what_a_sync_save_stores(tmp_path: Path) -> None:
 
 
 def test_several_files_in_the_background_hold_the_same_items(tmp_path: Path) -> None:
-    """Two writer processes with files of their own store the items that one file would have."""
+    """Several files store the items that one file would have."""
     state = _changing_state(1)
     queue = AsyncCallsQueue()
-    schedule(queue, tmp_path / "two", state, thread_count=4, is_multiproc_io=True)
+    schedule(queue, tmp_path / "four", state, thread_count=4)
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
     save_stock(tmp_path / "stock", state)
-    assert blobs(tmp_path / "two") == blobs(tmp_path / "stock")
+    assert blobs(tmp_path / "four") == blobs(tmp_path / "stock")
 
 
 # --- metadata -------------------------------------------------------------------------------------

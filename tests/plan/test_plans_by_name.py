@@ -180,7 +180,7 @@ def test_other_options_of_the_writer_are_followed(tmp_path: Path) -> None:
         {},
         {"separation_hint": "w1", "thread_count": 2},
         {"serialization_format": SerializationFormat.SAFETENSORS, "thread_count": 2},
-        {"sync_files": False, "is_multiproc_io": True},
+        {"sync_files": False},
     ]
     for number, options in enumerate(everything):
         state = {f"w{n}": torch.full((n, 3), float(number)) for n in range(5)}

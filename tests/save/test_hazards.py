@@ -408,7 +408,6 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
         lambda: FileSystemWriterAsync("unused", overwrite="no"),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", overwrite=torch.tensor([True, False])),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", single_file_per_rank=[]),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync("unused", is_multiproc_io="no"),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", separation_hint=3, thread_count=2),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", staging=True),  # type: ignore[arg-type]  # on purpose
         lambda: FileSystemWriterAsync("unused", open_file=3),  # type: ignore[arg-type]  # on purpose

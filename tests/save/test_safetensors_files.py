@@ -385,9 +385,8 @@ def test_a_known_structure_is_saved_with_new_values(tmp_path: Path) -> None:
         ({"thread_count": 3}, 3),
         ({"single_file_per_rank": False}, 10),
         ({"thread_count": 2, "separation_hint": "nested"}, 2),
-        ({"is_multiproc_io": True, "thread_count": 2}, 2),
     ],
-    ids=["files", "one per item", "separation", "two processes"],
+    ids=["files", "one per item", "separation"],
 )
 @pytest.mark.parametrize("way", [save, _split], ids=["dcp.save", "split"])
 def test_items_in_several_files(

@@ -747,7 +747,7 @@ def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the command that installs it."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     for protocol in ("s3", "gs", "az"):
-        with pytest.raises(OptionError, match=r"nostall\[objects\]"):
+        with pytest.raises(OptionError, match=r"obstore>=0.11"):
             FileSystemWriterAsync(f"{protocol}://bucket/key")
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall import _torch
+from nostall._engine import default_engine
 from nostall._model.jobs import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
 from nostall._model.names import is_draft
 from nostall._save.split_save import SplitSave
@@ -507,43 +508,12 @@ def test_a_stream_that_fails_fails_the_save(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "saved") == []
 
 
-def running_writers() -> set[int]:
-    children = psutil.Process().children()
-    return {child.pid for child in children if "nostall._writer.main" in " ".join(child.cmdline())}
-
-
-@pytest.mark.parametrize("way", [split_save, async_save])
-def test_two_processes_share_the_files_and_store_the_same(
-    tmp_path: Path, way: Callable[..., None]
-) -> None:
-    """With ``is_multiproc_io`` two processes write the files, which are those of one."""
-    way(tmp_path / "one", odd_state(), thread_count=4)
-    assert len(running_writers()) == 1
-    way(tmp_path / "two", odd_state(), thread_count=4, is_multiproc_io=True)
-    assert len(running_writers()) == 2
-    names = sorted(os.listdir(tmp_path / "one"))
-    assert sorted(os.listdir(tmp_path / "two")) == names
-    assert len(names) == 5
-    for name in names[1:]:
-        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
-    options = {"thread_count": 4, "is_multiproc_io": True, "open_file": open_and_sign}
-    way(tmp_path / "signed", odd_state(), **options)
-    signed = [path.read_text() for path in sorted((tmp_path / "signed").glob("*.opened-by"))]
-    assert {int(pid) for pid in signed} == running_writers()
-    assert signed.count(signed[0]) == 2
-
-
-def test_a_fault_in_one_of_two_processes_fails_the_save_and_leaves_no_file(tmp_path: Path) -> None:
-    """The files of the process that did its part go, too."""
-    code = errno.ENOSPC
-    with AsyncCallsQueue() as queue:
-        with inject(Fault.errno("chunk", code, file="__0_1")):
-            schedule(queue, tmp_path / "saved", odd_state(), thread_count=2, is_multiproc_io=True)
-        with pytest.raises(CheckpointException) as caught:
-            queue.wait()
-    error = failure_of(caught)
-    assert (error.errno, error.path) == (code, str(tmp_path / "saved" / "__0_1.distcp"))
-    assert os.listdir(tmp_path / "saved") == []
+def test_one_process_writes_all_files(tmp_path: Path) -> None:
+    """``is_multiproc_io``, an option of other writers, changes nothing."""
+    options: dict[str, Any] = {"thread_count": 4, "is_multiproc_io": True}
+    split_save(tmp_path / "saved", odd_state(), open_file=open_and_sign, **options)
+    signed = [path.read_text() for path in (tmp_path / "saved").glob("*.opened-by")]
+    assert signed == [str(default_engine().writer().pid)] * 4
 
 
 def twins() -> dict[str, Any]:
@@ -557,21 +527,11 @@ def intervals(report: RankReport) -> list[tuple[float, float]]:
     return sorted((receipt.started_s, receipt.finished_s) for receipt in report.receipts)
 
 
-@pytest.mark.parametrize(
-    ("io_threads", "is_multiproc_io"), [(2, False), (1, True)], ids=["threads", "processes"]
-)
-def test_files_are_written_at_the_same_time(
-    tmp_path: Path,
-    io_threads: int,
-    is_multiproc_io: bool,  # noqa: FBT001  # a parameter of the test
-) -> None:
-    """Two files on slow storage are both under way before either is finished.
-
-    By two threads of a process or by two processes with a thread each.
-    """
-    nostall.configure(EngineOptions(io_threads=io_threads))
-    options: dict[str, Any] = {"thread_count": 2, "is_multiproc_io": is_multiproc_io}
-    split_save(tmp_path / "starts the processes", twins(), **options)
+def test_files_are_written_at_the_same_time(tmp_path: Path) -> None:
+    """Two files on slow storage are both under way before either is finished."""
+    nostall.configure(EngineOptions(io_threads=2))
+    options: dict[str, Any] = {"thread_count": 2}
+    split_save(tmp_path / "starts the process", twins(), **options)
     # Each file stands still until the other one has been seen standing still.
     with Hold("chunk") as one, Hold("chunk") as other:
         faults = (

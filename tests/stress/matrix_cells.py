@@ -15,7 +15,7 @@ FAULTS = (*STORAGE, "exception", *DEATHS)
 PLACES = ("writer", "trainer", "commit")
 WAYS = ("sync", "async", "overlapped", "early")
 """``early``: of a known structure, so that it is committed by a thread, though nobody polls."""
-SHAPES = ("1 file", "4 files", "2 processes")
+SHAPES = ("1 file", "4 files")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -42,8 +42,6 @@ class Cell:
             return False  # the coordinator commits
         if self.place == "trainer" and self.fault in STORAGE:
             return False  # it does not touch storage but to write files and to commit
-        if self.way == "sync" and self.shape == "2 processes":
-            return False  # a synchronous save has no background process
         return not (self.way == "sync" and self.place == "writer" and self.fault in DEATHS)
 
     def __str__(self) -> str:

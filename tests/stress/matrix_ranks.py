@@ -46,7 +46,6 @@ LOST_S = 6.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "1 file": {"thread_count": 1},
     "4 files": {"thread_count": 4},
-    "2 processes": {"thread_count": 2, "is_multiproc_io": True},
 }
 
 _LEARNING = 4

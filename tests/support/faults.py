@@ -128,4 +128,4 @@ def inject(*faults: Fault) -> Iterator[None]:
 
 def writer_pids() -> list[int]:
     """Process ids of this process's writer processes; starts one if there is none."""
-    return [writer.pid for writer in default_engine().writers(1)]
+    return [default_engine().writer().pid]

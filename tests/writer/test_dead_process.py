@@ -20,7 +20,7 @@ def test_a_job_for_a_process_that_was_killed_says_so(tmp_path: Path, turn: int) 
     """Also if it is sent before anybody has noticed the death; which comes first varies."""
     engine = Engine()
     try:
-        writer = engine.writers(1)[0]
+        writer = engine.writer()
         assert writer.wait_ready(DEADLINE_S)
         lease = engine.lease(4096)
         os.kill(writer.pid, signal.SIGKILL)

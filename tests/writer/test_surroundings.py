@@ -136,7 +136,7 @@ def test_a_process_that_does_not_read_holds_a_call_no_longer_than_its_deadline(
     """It is killed then, and the save fails."""
     engine = Engine(EngineOptions(save_timeout_s=1.0))
     try:
-        [writer] = engine.writers(1)
+        writer = engine.writer()
         assert writer.wait_ready(DEADLINE_S)
         os.kill(writer.pid, signal.SIGSTOP)
         began = time.monotonic()
@@ -172,12 +172,12 @@ def test_a_trainer_that_has_become_another_user_gets_a_new_writer(
     """The old one ends, but only when it has written what it has."""
     engine = Engine()
     try:
-        [old] = engine.writers(1)
+        old = engine.writer()
         monkeypatch.setattr(os, "geteuid", lambda: 4321)
-        [new] = engine.writers(1)
+        new = engine.writer()
         assert new is not old
         assert not old.alive
-        assert engine.writers(1) == [new]
+        assert engine.writer() is new
     finally:
         engine.close()
 

@@ -26,7 +26,6 @@ from nostall.errors import OptionError
 from nostall.options import StagingMode, WriterOptions, require_switch
 from nostall.stats import Timeline
 
-_PROCESSES_FOR_MULTIPROC_IO = 2
 _FORMATS = {
     SerializationFormat.TORCH_SAVE: FileFormat.TORCH_SAVE,
     SerializationFormat.SAFETENSORS: FileFormat.SAFETENSORS,
@@ -39,7 +38,6 @@ class OwnOptions:
 
     staging: StagingMode
     separation_hint: str | None
-    is_multiproc_io: bool
     open_file: Callable[..., Any]
     exclusive: Any
     directory: str | None = None
@@ -225,7 +223,6 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             hint="use a member of torch.distributed.checkpoint.filesystem.SerializationFormat",
         )
     file_format = _FORMATS[wanted]
-    spread = require_switch("is_multiproc_io", own.is_multiproc_io)
     transforms = tuple(writer.transforms.extensions)
     has_stream = own.open_file is not open or transforms
     if has_stream and is_address(writer.path):
@@ -257,7 +254,6 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             sync_files=writer.sync_files,
             overwrite=writer.overwrite,
             separation_hint=own.separation_hint,
-            processes=_PROCESSES_FOR_MULTIPROC_IO if spread else 1,
             staging=own.staging,
             file_format=file_format,
             exclusive=own.exclusive,

@@ -121,7 +121,7 @@ class SplitSave(BackgroundSave):
             give_up(staged.result(), self.prepared.target, self.engine)
 
     def submit(self, snapshot: Snapshot | Future[Snapshot]) -> Future[RankReport]:
-        """Send a snapshot to writer processes as soon as it is taken."""
+        """Send a snapshot to the writer process as soon as it is taken."""
         if isinstance(snapshot, Future):
             return self._submit_when_staged(snapshot)
         return self._submit(snapshot)

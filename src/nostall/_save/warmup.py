@@ -66,7 +66,7 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
 
 
 def _warm_up(engine: Engine, nbytes: int, timeout_s: float) -> None:
-    writer = engine.writers(1)[0]
+    writer = engine.writer()
     if nbytes:
         lease = engine.lease(nbytes + _CONTAINERS_NBYTES)
         lease.block.populate()

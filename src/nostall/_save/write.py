@@ -1,4 +1,4 @@
-"""Write a snapshot: in writer processes, in a thread if callables cannot be sent, or directly."""
+"""Write a snapshot: in the writer process, or in a thread if callables cannot be sent."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _write(
 ) -> RankReport:
     try:
         layout, wave, block = snapshot.layout, snapshot.wave, snapshot.lease.block.id
-        (job,) = jobs(layout, target, engine, wave=wave, block=block)
+        job = job_of(layout, target, engine, wave=wave, block=block)
         images = _images(job, snapshot)
         report = perform(
             job,
@@ -92,29 +92,28 @@ def write_in_background(
     target: SaveTarget,
     engine: Engine,
 ) -> Future[RankReport]:
-    """Write in writer processes; in a thread if callables cannot be pickled.
+    """Write in the writer process; in a thread if callables cannot be pickled.
 
     Releases the snapshot.
 
     Args:
         snapshot: The rank's images.
         target: The target of the save.
-        engine: The engine with the writer processes.
+        engine: The engine with the writer process.
     """
     target.progress.to(State.STAGED)
     stream = _pickled(target.settings.stream)
     if target.settings.stream is not None and stream is None:
         return _write_in_thread(snapshot, target, engine)
-    parts = jobs(
+    job = job_of(
         snapshot.layout,
         target,
         engine,
         wave=snapshot.wave,
         block=snapshot.lease.block.id,
-        processes=min(target.settings.options.processes, len(snapshot.layout.files)),
         stream=stream,
     )
-    return engine.submit(parts, snapshot.lease, after=snapshot.earlier)
+    return engine.submit(job, snapshot.lease, after=snapshot.earlier)
 
 
 def _pickled(stream: StreamTarget | None) -> bytes | None:
@@ -175,17 +174,16 @@ def in_thread(
     return future
 
 
-def jobs(
+def job_of(
     layout: Layout,
     target: SaveTarget,
     engine: Engine,
     *,
     wave: int = 0,
     block: int = NO_BLOCK,
-    processes: int = 1,
     stream: bytes | None = None,
-) -> list[WriteJob]:
-    """The jobs that write a rank's files, one per process.
+) -> WriteJob:
+    """The job that writes a rank's files, or one wave of them.
 
     Args:
         layout: The files.
@@ -193,40 +191,35 @@ def jobs(
         engine: The engine, with the options for writing.
         wave: Number of the wave.
         block: Identifier of the arena block that holds the images.
-        processes: Number of jobs, at most one per file.
         stream: Pickle of the user's callables.
     """
     settings = target.settings
     needs_packages = stream is not None or is_address(settings.directory)
-    shares: list[list[FileImage]] = [[] for _ in range(max(1, processes))]
-    for number, file in enumerate(layout.files):
-        image = FileImage(
-            name=file.name,
-            nbytes=file.nbytes,
-            block=block,
-            block_offset=file.image_offset,
-            seals=file.seals,
-        )
-        shares[number % len(shares)].append(image)
-    return [
-        WriteJob(
-            job=f"{target.job}/{settings.rank}/{wave}.{number}",
-            rank=settings.rank,
-            directory=settings.directory,
-            files=tuple(files),
-            sync_files=settings.options.sync_files,
-            io_threads=engine.io_threads,
-            chunk_nbytes=settings.chunk_nbytes(layout, engine),
-            direct=engine.options.direct_io,
-            retries=engine.options.write_retries,
-            checksum_files=container_settings()[0],
-            stream=stream,
-            sys_path=tuple(import_paths()) if needs_packages else (),
-            storage_options=storage_options_of(settings.directory),
-            faults=target.faults,
-        )
-        for number, files in enumerate(shares)
-    ]
+    return WriteJob(
+        job=f"{target.job}/{settings.rank}/{wave}",
+        rank=settings.rank,
+        directory=settings.directory,
+        files=tuple(
+            FileImage(
+                name=file.name,
+                nbytes=file.nbytes,
+                block=block,
+                block_offset=file.image_offset,
+                seals=file.seals,
+            )
+            for file in layout.files
+        ),
+        sync_files=settings.options.sync_files,
+        io_threads=engine.io_threads,
+        chunk_nbytes=settings.chunk_nbytes(layout, engine),
+        direct=engine.options.direct_io,
+        retries=engine.options.write_retries,
+        checksum_files=container_settings()[0],
+        stream=stream,
+        sys_path=tuple(import_paths()) if needs_packages else (),
+        storage_options=storage_options_of(settings.directory),
+        faults=target.faults,
+    )
 
 
 def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, WholeImage]:

@@ -27,7 +27,7 @@ from nostall._model.jobs import RankReport, page_aligned
 from nostall._model.values import FileLayout, ItemShape, Slot
 from nostall._save.session import PreparedSave
 from nostall._save.stage import lease_for, stage
-from nostall._save.write import in_thread, jobs, wait_for, write_here
+from nostall._save.write import in_thread, job_of, wait_for, write_here
 from nostall._writer.files import perform
 from nostall._writer.images import Window
 from nostall.errors import StagingError
@@ -98,7 +98,7 @@ def _write(
         file.name: _LiveImage(file, prepared.layout.shapes, payloads, buffers)
         for file in prepared.layout.files
     }
-    (job,) = jobs(prepared.layout, prepared.target, engine)
+    job = job_of(prepared.layout, prepared.target, engine)
     return perform(
         job._replace(io_threads=threads),
         images,

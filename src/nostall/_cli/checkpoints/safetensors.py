@@ -176,6 +176,6 @@ def _package() -> Any:
     except ImportError as error:
         raise OptionError(
             "files of safetensors need the package safetensors",
-            hint="pip install 'nostall[safetensors]'",
+            hint="pip install 'safetensors>=0.4.5'",
         ) from error
     return safetensors
