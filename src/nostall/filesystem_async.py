@@ -111,9 +111,6 @@ class FileSystemWriterAsync(FileSystemWriter):
         local_staging_shared: Whether all ranks see the same ``local_staging_dir``. ``False`` if
             each host has its own: every rank brings its own files to ``path`` then, and the
             coordinator publishes the metadata when all of them are there.
-        exclusive: No other job saves to ``path`` while this one does. Files that a job has left
-            which was killed are removed by the next commit, and not only when they are too old to
-            be of a save under way (an hour or more, see ``EngineOptions.save_timeout_s``).
         storage_options: What obstore's ``from_url`` is given for the bucket of ``path``, such as
             ``{"region": "eu-west-1"}``, by this process from now on and by those that it starts.
 
@@ -155,7 +152,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
-            exclusive: bool = False,
             storage_options: Mapping[str, Any] | None = None,
         ) -> None: ...
 
@@ -175,7 +171,6 @@ class FileSystemWriterAsync(FileSystemWriter):
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
             local_staging_shared: bool = True,
-            exclusive: bool = False,
             storage_options: Mapping[str, Any] | None = None,
             **kwargs: Any,
         ) -> None:
@@ -189,7 +184,6 @@ class FileSystemWriterAsync(FileSystemWriter):
                 staging=staging,
                 separation_hint=separation_hint,
                 open_file=open_file,
-                exclusive=exclusive,
             )
             self._start(place, None)
 

@@ -134,12 +134,11 @@ class WriterOptions:
     separation_hint: str | None
     staging: StagingMode = "blocking"
     file_format: FileFormat = FileFormat.TORCH_SAVE
-    exclusive: bool = False
 
     def __post_init__(self) -> None:
         thread_count = require_integer("thread_count", self.thread_count, at_least=1)
         _set(self, "thread_count", thread_count)
-        for name in ("sync_files", "overwrite", "exclusive"):
+        for name in ("sync_files", "overwrite"):
             _set(self, name, require_switch(name, getattr(self, name)))
         _require(self.staging in _STAGING, f"staging={self.staging!r}", " or ".join(_STAGING))
         hint: object = self.separation_hint

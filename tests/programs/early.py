@@ -79,7 +79,6 @@ class Job:
         self.queue = AsyncCallsQueue()
         self.cache = CheckpointMetadataCache()
         self.next = 0
-        self.exclusive = False
         for _ in range(WARM):
             self.save()
             self.queue.wait()
@@ -106,7 +105,7 @@ class Job:
             is_scheduled: Whether it is begun.
         """
         path = self.out / (to or f"{self.next}")
-        writer = FileSystemWriterAsync(path, exclusive=self.exclusive)
+        writer = FileSystemWriterAsync(path)
         state = self.state(self.next)
         planned = save_state_dict_async_plan(
             state, writer, self.group, 0, self.planner(), True, self.cache
@@ -523,7 +522,6 @@ def killed_between(out: Path, place: str, point: str, *victims: str) -> None:
 def starts_again(out: Path, place: str) -> list[float]:
     """One save by the next job; what is there then."""
     job = Job(out / "next")
-    job.exclusive = True
     job.save(to=f"../{place}")
     job.poll()
     return job.values(f"../{place}")

@@ -1,6 +1,6 @@
 """Save a small state, or end by SIGKILL, with the writer process, at a point of the write.
 
-python tests/programs/save_once.py PATH SEED [POINT | exclusive]
+python tests/programs/save_once.py PATH SEED [POINT]
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def save_in_background(path: str | Path, seed: int) -> Any:
 
 if __name__ == "__main__":
     where, number, *points = sys.argv[1:]
-    if points in ([], ["exclusive"]):
-        save(where, int(number), exclusive=bool(points))
+    if not points:
+        save(where, int(number))
         end()
     else:
         with Hold(points[0]) as hold, inject(hold.fault):

@@ -19,7 +19,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._model.names import SHARD_SUFFIX
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from stress.object_soak import apart, names_at, save_at, tensors
+from stress.object_soak import apart, save_at, tensors
 from stress.soak import PATIENCE_S, RANKS, Life, Violation, main
 from support.faults import writer_pids
 from support.object_store import S3Server, s3_server
@@ -91,7 +89,6 @@ def train(
                 local_staging_dir=tier_of(root, save, rank),
                 local_staging_limit=LIMIT,
                 local_staging_shared=not is_by_rank(save),
-                exclusive=True,
             )
             queue.wait(PATIENCE_S)
         except CheckpointException as error:
@@ -105,19 +102,6 @@ def train(
 def _save_at(place: str) -> int:
     save = save_at(place)
     return -1 if save is None else save
-
-
-def beside(place: str) -> list[str]:
-    """Names at a destination, if there are more than those of one checkpoint."""
-    names = sorted(apart(names_at, place))
-    return names if len(names) > RANKS + 1 else []
-
-
-def not_named(root: Path) -> list[str]:
-    """Files on the shared disk beside those of the checkpoint in each directory."""
-    places = [each for turn in SHARED for each in tier_of(root, turn, 0).glob("turn-*")]
-    shards = {place: [*place.glob(f"*{SHARD_SUFFIX}")] for place in places}
-    return [f"{each}" for found in shards.values() if len(found) != RANKS for each in found]
 
 
 def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
@@ -159,22 +143,14 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
     try:
         last.wait_for(TURNS)
         wait_until(lambda: all(_save_at(place) > newest for place in seen))
-        with suppress(AssertionError):  # they are removed behind the publication
-            wait_until(lambda: not any(beside(place) for place in [*seen][: len(SHARED)]))
-        with suppress(AssertionError):  # they are removed behind the commit
-            wait_until(lambda: not not_named(root))
-        if left := not_named(root):
-            raise Violation(f"the tier has files that belong to nothing: {left}")
     finally:
         last.end()
     committed |= last.committed
-    for turn, place in enumerate(seen):
+    for place in seen:
         due = [save for save in committed if destination_of(root, bucket, save) == place]
         found = apart(_save_at, place)
         if found < max(due, default=-1):
             raise Violation(f"{place}: save {max(due)} was committed; {found} was promoted")
-        if turn in SHARED and beside(place):
-            raise Violation(f"{place} has files that belong to nothing: {beside(place)}")
     return {
         **totals,
         "kills": killed,

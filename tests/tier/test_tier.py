@@ -117,7 +117,7 @@ def copy(
     record = Record(str(path.parent.parent), destination)
     committed = committed or committed_at(str(path.parent), path.name)
     assert committed is not None
-    options = {"shared": True, "exclusive": False, "overwrite": False}
+    options = {"shared": True, "overwrite": False}
     with closing(Directory(str(path.parent), path.name)) as source:
         copier = Copier(destination, set(), on_progress)
         copying.promote(source, copier, record, committed, **options)
@@ -187,7 +187,7 @@ def test_a_destination_in_an_object_store(tier: str, started_s3: S3Server) -> No
     large = {"w": torch.randn(3 << 20), "n": torch.tensor(5)}
     for number in range(2):
         large["n"].fill_(number)
-        writer = FileSystemWriterAsync(address, local_staging_dir=tier, exclusive=True)
+        writer = FileSystemWriterAsync(address, local_staging_dir=tier)
         dcp.save(large, storage_writer=writer, no_dist=True)
         promotion_of(writer).result(PATIENCE_S)
         assert nostall.verify(address).ok
@@ -391,8 +391,6 @@ def test_files_that_nothing_names_are_removed_at_the_destination(tier: str, root
     left = set(os.listdir(promotion.path))
     assert not replaced & left
     assert "__0_0-0000000b.distcp" in left
-    save_there(tier, root, 6, exclusive=True)
-    assert len(os.listdir(promotion.path)) == 3
 
 
 def test_of_promoted_checkpoints_the_newest_stays(tier: str, root: str) -> None:

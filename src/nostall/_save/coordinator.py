@@ -202,7 +202,6 @@ def publish(
             sync=settings.options.sync_files,
             written_here=written_here,
             visit=save.visit,
-            exclusive=settings.options.exclusive,
         )
     save.after_commit()
     if fresh:

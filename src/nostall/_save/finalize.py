@@ -114,7 +114,6 @@ def publish(
     sync: bool,
     written_here: str | None,
     visit: Visit | None,
-    exclusive: bool = False,
 ) -> None:
     """Publish finished metadata.
 
@@ -126,7 +125,6 @@ def publish(
         sync: Whether to fsync.
         written_here: Name of a file that this rank wrote for the checkpoint, if any.
         visit: This rank's part of the save; it ends before another save may commit here.
-        exclusive: Whether no other job saves to the directory.
 
     Raises:
         WriteError: The metadata could not be published, or the directory was removed and made again
@@ -157,15 +155,7 @@ def publish(
                     hint="the later save's checkpoint stays",
                 )
             replaced = files_of(storage, name)
-            left_over = unused(
-                storage,
-                name,
-                publication,
-                replaced,
-                finished.left,
-                timeout_s,
-                exclusive=exclusive,
-            )
+            left_over = unused(storage, name, publication, replaced, finished.left, timeout_s)
             names = commit(
                 storage,
                 finished.content,

@@ -1,8 +1,7 @@
 """What saves leave behind in a place, and which of it may be removed.
 
 Files that no metadata refers to may belong to a save that is about to commit. They are removed if
-they are of the replaced checkpoint, of a save that is known to be over, or too old for any. That
-another process is dead is known of no file: the user may know that nobody else saves to the place.
+they belong to the replaced checkpoint, to a save that is known to be over, or are too old for any.
 """
 
 from __future__ import annotations
@@ -23,15 +22,12 @@ from nostall._model.names import (
 from nostall._model.values import RankFiles
 from nostall._storage import directories, posix
 from nostall._storage.deadlines import remove_in_time
-from nostall._storage.places import is_address
 from nostall._storage.port import Files
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall.errors import ReadError
 
 _log = logging.getLogger("nostall")
 
-_ROUNDED_S = 2.0
-"""More than stores round times by."""
 _LONG_S = 600.0
 _SAVES_PER_AGE = 2
 """A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save
@@ -69,8 +65,6 @@ def unused(
     replaced: Set[str],
     left: Set[str],
     save_timeout_s: float,
-    *,
-    exclusive: bool,
 ) -> Iterator[str]:
     """Names of files that no metadata refers to after the publication; lists them lazily.
 
@@ -81,7 +75,6 @@ def unused(
         replaced: Names of the replaced checkpoint's files.
         left: Names of files that ranks of this save made for earlier saves that are over.
         save_timeout_s: Longest duration of a save.
-        exclusive: Whether no other job saves there.
     """
     used = publication.files | directories.names_in_use(files.where())
     yield from replaced - used
@@ -91,7 +84,7 @@ def unused(
         yield from strangers & left
         yield from posix.drafts_of_others(names)
         longest_s = _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
-        yield from _old_ones(files, metadata_name, strangers - left, longest_s, exclusive=exclusive)
+        yield from _old_ones(files, metadata_name, strangers - left, longest_s)
     except OSError:  # not fatal: the next save looks again
         where = files.where()
         _log.debug("files of other saves cannot be listed: path=%s", where, exc_info=True)
@@ -115,26 +108,17 @@ def unreferenced(files: Files, names: Sequence[str], own: str) -> set[str]:
     return strangers
 
 
-def _old_ones(
-    files: Files, own: str, names: Set[str], longest_s: float, *, exclusive: bool
-) -> Iterator[str]:
+def _old_ones(files: Files, own: str, names: Set[str], longest_s: float) -> Iterator[str]:
     """The files too old for any save under way to commit, by the clock of the storage."""
     rank = own.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
     if not names:
         return
-    now_s = files.stat(own).modified_s
-    # The age is asked last: after a pause between the two, less is removed.
-    oldest_s = now_s - (min(longest_s, _age_s(files)) if exclusive else longest_s)
+    oldest_s = files.stat(own).modified_s - longest_s
     for name in sorted(names):
         is_of_rank = not rank or f"{rank}_" in name
         with suppress(ReadError):  # not a regular file
             if is_of_rank and files.stat(name).changed_s < oldest_s:
                 yield name
-
-
-def _age_s(files: Files) -> float:
-    """The greatest age that a file of this job can have, in seconds."""
-    return directories.age_s() + (_ROUNDED_S if is_address(files.where()) else 0.0)
 
 
 def remove_unpublished(

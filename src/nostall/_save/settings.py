@@ -39,7 +39,6 @@ class OwnOptions:
     staging: StagingMode
     separation_hint: str | None
     open_file: Callable[..., Any]
-    exclusive: Any
     directory: str | None = None
     """In which the checkpoint is committed instead of the writer's path."""
 
@@ -256,7 +255,6 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             separation_hint=own.separation_hint,
             staging=own.staging,
             file_format=file_format,
-            exclusive=own.exclusive,
         ),
         stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
-from functools import partial
 from weakref import WeakSet, WeakValueDictionary
 
 from nostall._storage.places import identity
@@ -84,16 +82,12 @@ class Visit:
         return self._was_left
 
 
-_clock = partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
 class _State:
     def __init__(self) -> None:
         self.start_over()
 
     def start_over(self) -> None:
         """Also called in a forked child, where the lock may be held by a thread of the parent."""
-        self.began_s = _clock()
         self.lock = threading.Lock()
         self.visits: WeakSet[Visit] = WeakSet()
         """All visits except those known to be committed."""
@@ -126,14 +120,6 @@ def has_failed_in(directory: str) -> bool:
     """
     with _state.lock:
         return directory in _state.failed_in
-
-
-def age_s() -> float:
-    """Seconds since this process imported nostall, or was forked.
-
-    No rank has saved together with it before: ranks meet first.
-    """
-    return _clock() - _state.began_s
 
 
 def is_in_use(directory: str) -> bool:

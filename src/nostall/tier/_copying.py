@@ -131,14 +131,14 @@ class Copier:
             return read_metadata(stream, self.storage.where(name))
         return None
 
-    def clean_up(self, manifest: Manifest, replaced: set[str], *, is_alone: bool) -> None:
+    def clean_up(self, manifest: Manifest, replaced: set[str]) -> None:
         """Remove the replaced checkpoint's files, drafts, and what killed processes have left."""
         storage = self.storage
         names, now_s = storage.list(), storage.stat(METADATA_NAME).modified_s
         unused = {name for name in names if is_draft(name)}
         for name in filter(is_ours_to_remove, {*names} - {file.name for file in manifest.files}):
             with suppress(OSError):
-                if name in replaced or is_alone or storage.stat(name).changed_s < now_s - OLD_S:
+                if name in replaced or storage.stat(name).changed_s < now_s - OLD_S:
                     unused.add(name)
         storage.remove(sorted(unused))
         storage.flush()
@@ -179,12 +179,11 @@ def promote(
     *,
     shared: bool,
     overwrite: bool,
-    exclusive: bool,
 ) -> None:
     """Make the destination have the checkpoint that is committed in a local directory.
 
     All files are in it, if ``shared``. ``overwrite``: a checkpoint at the destination may be
-    replaced that is not from here. ``exclusive``: nobody else saves there.
+    replaced that is not from here.
 
     Raises:
         Hopeless: The local checkpoint is damaged, or the destination has one that stays.
@@ -210,7 +209,7 @@ def promote(
     if not copier.has(manifest.files):
         raise OSError(f"files vanish at the destination: {copier.storage.where()}")
     replaced = {file.name for file in files_of(there)}
-    copier.clean_up(manifest, replaced, is_alone=exclusive and shared)
+    copier.clean_up(manifest, replaced)
     record.note(checkpoint.name, checkpoint.version, crc32)
 
 

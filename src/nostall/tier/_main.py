@@ -137,7 +137,7 @@ class _Root:
         if checkpoint is None:
             raise Hopeless("the local checkpoint is gone", os.path.join(root, name))
         if not record.has(checkpoint):
-            options = {option: job[option] for option in ("shared", "overwrite", "exclusive")}
+            options = {option: job[option] for option in ("shared", "overwrite")}
             with closing(Directory(root, name)) as source:
                 promote(source, self._copier(job), record, checkpoint, **options)
 

@@ -36,13 +36,9 @@ _log = logging.getLogger("nostall")
 
 _MOST_STARTS = 3
 """Processes that may die from one promotion before it waits for the next start of the job."""
-_OPTIONS: Job = {
-    **dict.fromkeys(("overwrite", "exclusive", "is_left", "is_part"), False),
-    "files": (),
-}
-"""Whether a checkpoint at the destination may be replaced that is not from here; nobody else saves
-there; an earlier job has left it; another host has its metadata. Then ``files`` are those to bring.
-"""
+_OPTIONS: Job = {"overwrite": False, "is_left": False, "is_part": False, "files": ()}
+"""Whether a checkpoint that is not from here may be replaced at the destination; an earlier job has
+left it; another host has its metadata, and ``files`` are those to bring."""
 
 
 class PromotionStatus(NamedTuple):

@@ -212,9 +212,7 @@ class TieredSave(RankSave):
     def after_commit(self) -> None:
         """Promote the checkpoint that was just committed."""
         root, options = self._root, self.settings.options
-        self.promotion = root.begin(
-            self._name, overwrite=options.overwrite, exclusive=options.exclusive
-        )
+        self.promotion = root.begin(self._name, overwrite=options.overwrite)
         with suppress(ValueError):
             root.being_saved.remove(self._name)
 
