@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from nostall._commit.committed import found_instead
 from nostall._model.collection import no_collection
 from nostall._read.planner import Planner, empty_in, outer_names
 from nostall._storage.destination import place_of, require_possible
@@ -186,7 +187,7 @@ def _load_alone(
 
 def _nothing_at(path: str) -> ReadError:
     """The error that there is no checkpoint."""
-    what = "no checkpoint was committed here"
+    what = f"no checkpoint was committed here{found_instead(path)}"
     if os.path.isfile(path):
         what = "a file, not the directory of a checkpoint"
     return ReadError(

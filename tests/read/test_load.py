@@ -509,9 +509,14 @@ def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    """The directory of all checkpoints, nothing, or a variable that was not set."""
-    save(tmp_path / "step-1", {"a": torch.ones(2)})
+    """The directory of all checkpoints, which it names, nothing, or a variable that was not set."""
+    for step in (9, 10):
+        save(tmp_path / f"step-{step}", {"a": torch.ones(2)})
     state = {"a": torch.zeros(2)}
+    with pytest.raises(
+        ReadError, match="committed here; below it, the newest first: step-10, step-9 "
+    ):
+        nostall.load(state, tmp_path)
     for path in (tmp_path, tmp_path / "none"):
         with pytest.raises(ReadError, match="no checkpoint was committed here"):
             nostall.load(state, path)

@@ -10,15 +10,25 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import inf
+from typing import TypeAlias
 
 from nostall._commit.manifest import manifest_alone
-from nostall._model.names import METADATA_NAME, OF_FILE_SYSTEM, order_of_commit
+from nostall._model.names import (
+    METADATA_NAME,
+    OF_FILE_SYSTEM,
+    is_metadata_of_one_rank,
+    is_ours_to_remove,
+    order_of_commit,
+)
+from nostall._model.wording import some
 from nostall._storage.places import is_address, may_have, storage_at
 from nostall._storage.port import leaves_open, reason
 from nostall._storage.reading import open_to_read
 from nostall.errors import ReadError
 
 _THREADS = 8
+_SHOWN, _MOST_SEARCHED = 3, 1000
+Order: TypeAlias = tuple[float, bool, int, str]
 
 
 def committed_latest_first(root: str) -> list[str]:
@@ -29,17 +39,8 @@ def committed_latest_first(root: str) -> list[str]:
     """
     if is_address(root):
         return _committed_in_store_latest_first(root)
-    candidates = []
     try:
-        with os.scandir(root) as entries:
-            for entry in entries:
-                if entry.name == OF_FILE_SYSTEM:
-                    continue
-                metadata = os.path.join(entry.path, METADATA_NAME)
-                if _may_be_file(metadata):
-                    at_s = _committed_at_s(entry.path)
-                    order = order_of_commit(entry.path, at_s, is_link=entry.is_symlink())
-                    candidates.append((order, entry.path))
+        candidates = _candidates_in(root)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -55,8 +56,43 @@ def committed_latest_first(root: str) -> list[str]:
     return [path for _, path in sorted(candidates, reverse=True)]
 
 
+def _candidates_in(directory: str) -> list[tuple[Order, str]]:
+    candidates = []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name != OF_FILE_SYSTEM and _may_be_file(f"{entry.path}/{METADATA_NAME}"):
+                at_s = _committed_at_s(entry.path)
+                order = order_of_commit(entry.path, at_s, is_link=entry.is_symlink())
+                candidates.append((order, entry.path))
+    return candidates
+
+
+def found_instead(path: str) -> str:
+    """What a directory holds that is not a checkpoint, to end a message with; empty for nothing.
+
+    Names the checkpoints in it, or else those one level deeper, the last committed one first.
+    """
+    with suppress(OSError):
+        names = storage_at(path).list()
+        if any(map(is_metadata_of_one_rank, names)):
+            return "; each rank has saved alone here, with use_collectives=False"
+        if any(map(is_ours_to_remove, names)):
+            return "; it has files of a save that is in progress or was interrupted"
+        if len(names) > _MOST_SEARCHED:  # a directory of data, as a rule
+            return ""
+        below = committed_latest_first(path)
+        if not below and not is_address(path):
+            inner = [f"{path}/{name}" for name in names if os.path.isdir(f"{path}/{name}")]
+            deeper = [each for directory in inner for each in _candidates_in(directory)]
+            below = [found for _, found in sorted(deeper, reverse=True)]
+        if below:
+            shown = [os.path.relpath(each, path) for each in below]
+            return f"; below it, the newest first: {some(shown, _SHOWN)}"
+    return ""
+
+
 def _committed_in_store_latest_first(root: str) -> list[str]:
-    def candidate(name: str) -> tuple[tuple[float, bool, int, str], str] | None:
+    def candidate(name: str) -> tuple[Order, str] | None:
         place = f"{root}/{name}"
         if not may_have(storage_at(place), METADATA_NAME):
             return None
