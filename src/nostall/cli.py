@@ -1,4 +1,8 @@
-"""The command line: ``nostall`` or ``python -m nostall``. Commands import torch if they need it."""
+"""The command line: ``nostall`` or ``python -m nostall``.
+
+One table has all commands. Paths are looked at before the module of a command is imported, which
+may need torch.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,20 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from importlib import import_module
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from nostall._cli import convert, diff, inspect, latest, ls, prune, verify
-from nostall._cli.arguments import Command, NotThere, Status
-from nostall._cli.output import describe, print_error
+from nostall._cli.listing import require_there
+from nostall._cli.output import NotThere, Status, print_answer, print_error
+from nostall._cli.prune import parse_rules
+from nostall._storage.destination import place_of, require_possible
+from nostall._storage.places import is_address
 from nostall._version import __version__
 from nostall.errors import NostallError, OptionError, UnknownMetadataError
 
 __all__ = ["main"]
 
-_COMMANDS: dict[str, Command] = {
-    "ls": ls,
-    "inspect": inspect,
-    "latest": latest,
-    "diff": diff,
-    "verify": verify,
-    "prune": prune,
-    "convert": convert,
-}
 _STATUS = {
     NotThere: Status.NOT_THERE,
     UnknownMetadataError: Status.NOT_UNDERSTOOD,
@@ -37,6 +36,110 @@ _STATUSES = (
     " or no such directory; 4 metadata not understood; 130 interrupted; 141 the reader of the"
     " output has ended"
 )
+
+
+def place(text: str) -> str:
+    """A path as it is, or what an address leads to; for argparse.
+
+    Raises:
+        ArgumentTypeError: The text is empty, or an address that cannot be used or has lost a slash.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; is a variable not set?")
+    try:
+        require_possible(text)
+        return place_of(text) if is_address(text) else text
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+_PATHS = {
+    "root": "directory of checkpoint directories",
+    "path": "checkpoint directory",
+    "a": "checkpoint directory",
+    "b": "another one",
+    "source": "checkpoint directory, or file",
+    "target": "new file, or new directory",
+}
+_FLAGS = {
+    "--deep": "read every byte, as verify does: what is damaged is not complete",
+    "--values": "compare values bit by bit, too, after verifying both",
+    "--delete": "remove, instead of a dry run",
+    "--trust": "unpickle objects of any class, which can run code that is in SOURCE",
+    "--json": "print JSON",
+}
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "--name": {
+        "metavar": "PATTERN",
+        "action": "append",
+        "default": [],
+        "help": "only items with such a name, as in 'model.*'; several add up",
+    },
+    "--sort": {
+        "choices": ("name", "size"),
+        "help": "default: the order in which they were saved",
+    },
+    "--prefix": {
+        "metavar": "NAME",
+        "default": "",
+        "help": "for safetensors: only tensors whose names begin so, without this beginning",
+    },
+    "--keep": {
+        "metavar": "POLICIES",
+        "type": parse_rules,
+        "action": "append",
+        "required": True,
+        "help": "latest=N: the N highest steps; best=N:METRIC, or best=N:METRIC:max: the N steps"
+        " with the lowest or highest value of a metric saved by a CheckpointManager; every=N: steps"
+        " that are multiples of N; every=6h: one in 6 hours (s, m, h, d); separated by commas, any"
+        " of them keeps a checkpoint",
+    },
+}
+
+
+class Command(NamedTuple):
+    """A command; the function that runs it has its name."""
+
+    module: str
+    """Below ``nostall._cli``."""
+    arguments: str
+    """Their names, separated by spaces; each command has ``--json``, too."""
+    help: str
+
+
+_COMMANDS = {
+    "ls": Command(
+        "listing", "root", "list the checkpoints in a directory: step, size, age, state, metrics"
+    ),
+    "latest": Command(
+        "listing", "root --deep", "print the path of the last committed complete checkpoint"
+    ),
+    "inspect": Command(
+        "items",
+        "path --name --sort",
+        "show names, shapes, dtypes, sharding (parts along each dimension), sizes and files",
+    ),
+    "diff": Command(
+        "items",
+        "a b --values --name",
+        "compare two checkpoints: - only in A, + only in B, ! other dtype or shape, ~ other values",
+    ),
+    "verify": Command(
+        "listing",
+        "path",
+        "read every byte of a checkpoint, or of each in a directory, and report any damage",
+    ),
+    "prune": Command(
+        "prune",
+        "root --keep --delete",
+        "remove complete checkpoints that no policy keeps, except the last; a dry run by default",
+    ),
+    "convert": Command(
+        "convert",
+        "source target --trust --prefix",
+        "convert a checkpoint directory to a torch.save or safetensors file, or back",
+    ),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,10 +155,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, command in _COMMANDS.items():
         subparser = commands.add_parser(
-            name, help=command.HELP, description=command.DESCRIPTION, allow_abbrev=False
+            name, help=command.help, description=command.help, epilog=_STATUSES, allow_abbrev=False
         )
-        subparser.set_defaults(run=command.run, refuse=subparser.error)
-        command.add_arguments(subparser)
+        subparser.set_defaults(refuse=subparser.error)
+        for argument in (*command.arguments.split(), "--json"):
+            if argument in _PATHS:
+                text = _PATHS[argument]
+                subparser.add_argument(argument, type=place, metavar=argument.upper(), help=text)
+            elif argument in _FLAGS:
+                subparser.add_argument(argument, action="store_true", help=_FLAGS[argument])
+            else:
+                subparser.add_argument(argument, **_OPTIONS[argument])
     with ExitStack() as opened:
         opened.enter_context(warnings.catch_warnings())
         # torch says this as it is imported; no command needs it.
@@ -77,8 +187,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     """Run the command; an error becomes one line and an exit status."""
+    name = parsed.command
     try:
-        status = int(parsed.run(parsed))
+        for argument in _PATHS:
+            if argument in parsed and argument != "target":
+                require_there(getattr(parsed, argument), directory=argument != "source")
+        module = import_module(f"nostall._cli.{_COMMANDS[name].module}")
+        answer = getattr(module, name)(parsed)
+        # A script takes what `latest` prints for a path: bytes that are not text stay.
+        print_answer(answer, as_json=parsed.json, keeps_bytes=name == "latest")
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader has ended, as `head` does; the interpreter would complain at exit.
@@ -94,6 +211,6 @@ def _run(parsed: argparse.Namespace) -> int:
         print_error(str(error) or "not enough memory")
         return Status.FAILED
     except (NotThere, NostallError, OSError) as error:
-        print_error(describe(error))
+        print_error(error)
         return next((_STATUS[kind] for kind in _STATUS if isinstance(error, kind)), Status.FAILED)
-    return status
+    return int(answer.status)

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
-from nostall._cli.arguments import Status
+from nostall._cli.output import Status
 from nostall.cli import _COMMANDS
 from support import loaded
 
@@ -125,9 +125,11 @@ def test_the_page_describes_every_field_of_the_json(tmp_path: Path, run: Run) ->
     rows = dict(re.findall(r"^\| `(\w+)` \|(.*)", table, re.MULTILINE))
     commands: dict[str, list[list[object]]] = {
         "ls": [[tmp_path]],
+        "latest": [[tmp_path]],
         "inspect": [[first]],
         "diff": [["--values", first, second]],
-        "verify": [[tmp_path / "damaged"]],
+        "verify": [[tmp_path / "damaged"], [tmp_path]],
+        "convert": [[first, tmp_path / "first.pt"]],
         "prune": [["--keep", "latest=2", tmp_path], ["--keep", "latest=1", "--delete", tmp_path]],
     }
     assert set(rows) == set(commands)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import subprocess
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
-from nostall._cli.output import format_age, format_size, print_table, progress
+from nostall._cli.output import format_age, format_size, progress, table
 from nostall.cli import main
 
 ENVIRONMENT = {
@@ -32,47 +33,24 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "step-1"
 
 
-def without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("rich", "rich.console", "rich.progress", "rich.table", "rich.text"):
-        monkeypatch.setitem(sys.modules, name, None)
+def test_a_table_has_columns() -> None:
+    """Under their headings, numbers aligned right; without rows there is none."""
+    assert table(">size name", [("1 B", "x")]) == ["size  name", " 1 B  x"]
+    assert table("name", []) == []
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-
-
-def show_progress() -> None:
-    with progress("reading") as report:
-        assert report is not None
-        report(30, 120)
-
-
-def test_without_rich_a_terminal_shows_the_same(
+def test_progress_is_shown_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The columns, and progress as a percentage that is wiped in the end."""
-    on_terminal(monkeypatch)
-    without_rich(monkeypatch)
-    print_table(("size", "name"), [("1 B", "[bold]x")], right="size")
-    show_progress()
-    printed = capsys.readouterr()
-    assert printed.out.splitlines() == ["size  name", " 1 B  [bold]x"]
-    assert " 25%" in printed.err
-    assert printed.err.endswith("\r\033[K")
-
-
-def test_rich_shows_tables_and_progress(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Names are text, not markup."""
-    pytest.importorskip("rich", reason="the extra `cli` installs it")
-    on_terminal(monkeypatch)
-    print_table(("size", "name"), [("1 B", "[bold]x")], right="size")
-    show_progress()
-    printed = capsys.readouterr()
-    assert "[bold]x" in printed.out
-    assert "reading" in printed.err
+    """As a line that is wiped in the end."""
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=is_terminal: shown)
+        with progress("reading") as report:
+            report(30, 120)
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert ("reading  25%, 30 B of 120 B" in printed.err) == is_terminal
+        assert printed.err.endswith("\r\033[K") == is_terminal
 
 
 def test_progress_on_a_real_terminal(
@@ -123,13 +101,14 @@ sys.exit(main(["ls", {str(checkpoint.parent)!r}]))
         (("fly",), 2),
         (("inspect",), 2),
         (("prune", "."), 2),
-        (("inspect", ".", "--larger", "lots"), 2),
+        (("inspect", ".", "--sort", "colour"), 2),
         (("inspect", "nowhere://bucket/step-1"), 2),
         (("inspect", "nowhere"), 3),
         (("verify", "nowhere"), 3),
         (("prune", "nowhere", "--keep", "latest=1"), 3),
         (("prune", "nowhere", "--keep", "latest=1", "--del"), 2),
         (("--vers",), 2),
+        (("--version",), 0),
         (("ls", "nowhere", "--js"), 2),
     ],
     ids=str,
@@ -158,10 +137,11 @@ def test_a_closed_stream_is_no_error(
 
 
 def test_a_name_that_cannot_be_printed_is_one_line(checkpoint: Path) -> None:
-    """A name that is not the terminal's encoding: no traceback."""
+    """A path that is no text: ``latest`` gives a script no other one, others show it escaped."""
     odd = os.fsencode(checkpoint.parent) + b"/root-\xff"
     os.mkdir(odd)
     os.rename(checkpoint, odd + b"/step-1")
+    ended = []
     for name, path in (("latest", odd), ("verify", odd + b"/step-1")):
         done = subprocess.run(
             [sys.executable, "-m", "nostall", name, path],
@@ -171,8 +151,11 @@ def test_a_name_that_cannot_be_printed_is_one_line(checkpoint: Path) -> None:
             timeout=100,
             check=False,
         )
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-        assert "cannot be printed" in done.stderr
+        ended.append((done.returncode, done.stdout, done.stderr))
+    (status, shown, error), verified = ended
+    assert (status, shown, error.count("\n")) == (1, "", 1)
+    assert "cannot be printed" in error
+    assert (verified[0], "\\udcff" in verified[1], verified[2]) == (0, True, "")
 
 
 def test_interrupts_end_with_one_line(
@@ -183,7 +166,7 @@ def test_interrupts_end_with_one_line(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nostall._cli.latest.committed_latest_first", interrupted)
+    monkeypatch.setattr("nostall._cli.listing.committed_latest_first", interrupted)
     assert run("latest", tmp_path) == (130, "", "nostall: interrupted\n")
 
 
@@ -212,3 +195,38 @@ def test_sizes_have_the_same_digits(nbytes: int, text: str) -> None:
 def test_ages_are_short(seconds: float, text: str) -> None:
     """In the largest unit that leaves two of it; a clock that is behind shows nothing odd."""
     assert format_age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "command", ["ls", "latest", "inspect", "verify", "diff", "prune", "convert"]
+)
+def test_names_cannot_control_the_terminal(tmp_path: Path, run: Run, command: str) -> None:
+    """Control characters in the name of a directory are shown escaped; JSON has the name itself."""
+    odd = tmp_path / "\x1b[2J"
+    writer = nostall.FileSystemWriterAsync(odd / "step-1", sync_files=False)
+    dcp.save({"\x1b[2Jx\nsafe": torch.zeros(1)}, storage_writer=writer, no_dist=True)
+    arguments: dict[str, list[object]] = {
+        "ls": [tmp_path],
+        "latest": [odd],
+        "inspect": [odd / "step-1"],
+        "verify": [odd],
+        "diff": [odd / "step-1", odd / "step-1", "--name", "no such name"],
+        "prune": [tmp_path, "--keep", "latest=1"],
+        "convert": [odd / "step-1", odd / "step-1.pt"],
+    }
+    status, shown, error = run(command, *arguments[command])
+    assert "\x1b" not in shown + error
+    assert "\\x1b[2J" in shown + error
+    assert status == (2 if command == "diff" else 0)
+    (odd / "step-1.pt").unlink(missing_ok=True)
+    if command != "diff":
+        printed = run(command, *arguments[command], "--json")[1]
+        assert "\x1b" not in printed
+        assert "\x1b[2J" in json.dumps(json.loads(printed), ensure_ascii=False).replace(
+            "\\u001b", "\x1b"
+        )
+
+
+def test_the_version_is_shown(run: Run) -> None:
+    """With the name of the program, and nothing else."""
+    assert run("--version") == (0, f"nostall {nostall.__version__}\n", "")

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._cli.checkpoints.converting import to_checkpoint
+from nostall._cli.convert import to_checkpoint
 from nostall._read.objects import Broken, loaded_safely
 from nostall.errors import DamagedCheckpointError, UntrustedObjectError
 from support.states import read_metadata

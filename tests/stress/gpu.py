@@ -47,7 +47,6 @@ from benchmarks.machine import bring_in, facts, files_below, sync, versions
 from benchmarks.saves import wait_durable
 from benchmarks.workloads import DEFAULT_MIB, SHAPES, Workload, differences, make_workload
 from nostall import _engine
-from nostall._cli.arguments import parse_nbytes
 from programs import accelerator
 
 NO_ACCELERATOR = 3
@@ -95,7 +94,7 @@ def _arguments() -> argparse.Namespace:
     add("--directory", type=Path, default=Path.cwd(), help="where to write checkpoints")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is a rehearsal")
     add("--shapes", nargs="+", choices=SHAPES, default=SHAPES, help="default: all")
-    add("--bytes", type=parse_nbytes, help="of a state dict")
+    add("--bytes", type=int, help="of a state dict")
     add("--seconds", type=float, default=400.0, help="when to begin nothing new")
     return parser.parse_args()
 

@@ -88,7 +88,7 @@ def test_the_command_for_accelerators_says_that_there_is_none(tmp_path: Path) ->
 @pytest.mark.slow
 def test_the_command_for_accelerators_can_be_rehearsed(tmp_path: Path) -> None:
     """Each step runs with torch, psutil and typing_extensions alone, and writes one file."""
-    done = run_command(tmp_path, "--device", "cpu", "--bytes", "64KiB", "--seconds", "0")
+    done = run_command(tmp_path, "--device", "cpu", "--bytes", "65536", "--seconds", "0")
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.iterdir()
     found = json.loads(file.read_text())

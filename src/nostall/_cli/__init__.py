@@ -1,5 +1,1 @@
-"""The command line's inside: one module per command, and what they share.
-
-Commands import torch inside of functions only, so that help and wrong arguments are answered at
-once.
-"""
+"""The commands. Modules that import torch are imported when a command needs them."""

@@ -1,135 +1,121 @@
-"""What the commands print: tables, progress, JSON. No torch.
-
-On a terminal, tables and progress are rich's if the extra ``cli`` is installed. Everything else is
-plain: columns of text, one line per entry.
-"""
+"""What a command answers, and how it is printed: as text, or as JSON. No torch."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 from nostall.errors import NostallError
 
-_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+
+class Status(IntEnum):
+    """Exit statuses; ``docs/cli.md`` lists them."""
+
+    FINE = 0
+    FAILED = 1
+    """Damaged, different, or an operation failed."""
+    WRONG_ARGUMENTS = 2
+    NOT_THERE = 3
+    NOT_UNDERSTOOD = 4
+    """The metadata has parts that this nostall and this torch do not know."""
+    INTERRUPTED = 130
+    """As a shell reports SIGINT."""
+    PIPE_CLOSED = 141
+    """As a shell reports SIGPIPE."""
 
 
-def printable(text: str) -> str:
-    """The text with unprintable characters escaped: names in metadata may control a terminal."""
+class NotThere(Exception):
+    """There is no checkpoint, or no such directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of a command."""
+
+    plain: Any
+    """What ``--json`` prints."""
+    lines: Iterable[str]
+    """What is printed otherwise."""
+    status: Status = Status.FINE
+
+
+def printable(text: str, *, keeps_bytes: bool = False) -> str:
+    """The text with unprintable characters escaped: a name may have some that control a terminal.
+
+    Args:
+        text: The text.
+        keeps_bytes: Leave bytes of a path that are not text; to print them may be an error.
+    """
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+        each
+        if each.isprintable() or (keeps_bytes and "\ud800" <= each <= "\udfff")
+        else each.encode("unicode_escape").decode()
+        for each in text
     )
 
 
-def print_error(text: str) -> None:
-    """Print one line on standard error."""
+def print_answer(answer: Answer, *, as_json: bool, keeps_bytes: bool) -> None:
+    """Print it; ``keeps_bytes`` as for :func:`printable`."""
+    if as_json:
+        print(json.dumps(answer.plain, indent=2))
+        return
+    for line in answer.lines:
+        print(printable(line, keeps_bytes=keeps_bytes))
+
+
+def print_error(error: Exception | str) -> None:
+    """Print on one line what happened where, and the next step."""
+    text = str(error)
+    if isinstance(error, NostallError):  # a command has no rank, and needs no phase
+        place = f"{error.path}: " if error.path else ""
+        text = f"{place}{error.message}" + (f" ({error.hint})" if error.hint else "")
+    elif isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
+        text = f"{error.filename}: {error.strerror}"
     print(f"nostall: {printable(' '.join(text.split()))}", file=sys.stderr)
 
 
-def describe(error: Exception) -> str:
-    """What happened where, and the next step; a command has no rank, and needs no phase."""
-    if not isinstance(error, NostallError):
-        if isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
-            return f"{error.filename}: {error.strerror}"
-        return str(error)
-    place = f"{error.path}: " if error.path else ""
-    return f"{place}{error.message}" + (f" ({error.hint})" if error.hint else "")
-
-
-def print_json(value: Any) -> None:
-    """Print a value as JSON."""
-    print(json.dumps(value, indent=2))
-
-
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "") -> None:
-    """Print rows under their headings.
+def table(columns: str, rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of columns under their headings, or none without rows.
 
     Args:
-        columns: The headings.
+        columns: The headings, separated by spaces; ``>`` before one aligns its column right.
         rows: The cells.
-        right: Headings of the columns that are aligned right, separated by spaces.
     """
+    headings = columns.split()
     cells = [[printable(cell) for cell in row] for row in rows]
-    aligned = [column in right.split() for column in columns]
-    if not sys.stdout.isatty() or not _print_pretty(columns, cells, aligned):
-        _print_plain(columns, cells, aligned)
-
-
-def _print_plain(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], aligned: Sequence[bool]
-) -> None:
-    lines = [columns, *rows]
+    lines = [[heading.lstrip(">") for heading in headings], *cells]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        padded = (
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, aligned, strict=True)
-        )
-        print("  ".join(padded).rstrip())
-
-
-def _print_pretty(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], aligned: Sequence[bool]
-) -> bool:
-    """Print with rich; false if it is not installed."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        return False
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column, right in zip(columns, aligned, strict=True):
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))  # not markup
-    Console().print(table)
-    return True
-
-
-Report = Callable[[int, int], object]
-"""Called with bytes done and bytes to do, from any thread."""
+    padded = (
+        [
+            cell.rjust(width) if heading.startswith(">") else cell.ljust(width)
+            for cell, width, heading in zip(line, widths, headings, strict=True)
+        ]
+        for line in lines
+    )
+    return ["  ".join(line).rstrip() for line in padded] if cells else []
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Report]:
-    """Show progress while a block runs, if standard error is a terminal."""
+def progress(what: str) -> Iterator[Callable[[int, int], object]]:
+    """Show bytes done of bytes to do while a block runs, if standard error is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
         return
+
+    def show(done: int, total: int) -> None:
+        of_all = f"{format_size(done)} of {format_size(total)}"
+        share = f"{done / max(1, total):4.0%}"
+        print(end=f"\r{what} {share}, {of_all}\033[K", file=sys.stderr, flush=True)
+
     try:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
-    except ImportError:
-        try:
-            yield _show_percentage
-        finally:
-            print(end="\r\033[K", file=sys.stderr, flush=True)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    with Progress(
-        *columns,
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
-
-
-def _show_percentage(done: int, total: int) -> None:
-    print(end=f"\r{done / max(1, total):4.0%}", file=sys.stderr, flush=True)
+        yield show
+    finally:
+        print(end="\r\033[K", file=sys.stderr, flush=True)
 
 
 def format_size(nbytes: int) -> str:
@@ -142,7 +128,12 @@ def format_size(nbytes: int) -> str:
 
 def format_age(seconds: float) -> str:
     """An age in the largest unit that leaves at least two of it."""
-    for unit_s, name in ((_DAY_S, "d"), (_HOUR_S, "h"), (_MINUTE_S, "min")):
+    for unit_s, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit_s:
             return f"{seconds / unit_s:.0f} {name}"
     return f"{max(0, seconds):.0f} s"
+
+
+def format_metrics(metrics: dict[str, float]) -> str:
+    """Metrics as ``loss=0.25 accuracy=0.9``."""
+    return " ".join(f"{name}={value:.6g}" for name, value in metrics.items())

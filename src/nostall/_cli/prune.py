@@ -1,25 +1,23 @@
-"""``nostall prune ROOT --keep POLICIES``: remove checkpoints that no policy keeps."""
+"""``prune``: remove the checkpoints that no policy keeps. Only metrics and removal need torch."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from argparse import ArgumentTypeError, Namespace
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
-from nostall._cli.arguments import NotThere, Status, add_json, checked, place
-from nostall._cli.checkpoints.listing import (
+from nostall._cli.listing import (
     Listed,
     State,
-    elsewhere,
-    linked_from,
     list_checkpoints,
     look_at,
-    newest_complete,
     require_no_checkpoint,
 )
-from nostall._cli.output import describe, format_size, print_error, print_json, print_table
+from nostall._cli.output import Answer, NotThere, Status, format_size, print_error, table
+from nostall._commit.committed import found_instead
 from nostall._manager.policies import (
     KeepBest,
     KeepEvery,
@@ -33,13 +31,6 @@ from nostall._model.wording import counted
 from nostall.errors import NostallError, OptionError
 from nostall.tier._local import RECORD
 
-HELP = "remove checkpoints that no policy keeps; a dry run by default"
-DESCRIPTION = (
-    "Remove the complete checkpoints that no policy keeps. Always kept: the last"
-    " committed complete checkpoint, whatever a symbolic link in ROOT leads to, names that do"
-    " not end with a step, and everything that is not complete, in a local_staging_dir, or not"
-    " directly in ROOT."
-)
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _INTERVAL = re.compile(r"(\d+)([smhd])")
 _BEST = re.compile(r"(\d+):(.+?)(?::(min|max))?")
@@ -49,51 +40,44 @@ _USAGE = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "root", type=place, metavar="ROOT", help="directory of checkpoint directories"
-    )
-    parser.add_argument(
-        "--keep",
-        type=checked(parse_rules),
-        action="append",
-        required=True,
-        metavar="POLICIES",
-        help="latest=N: the N highest steps; best=N:METRIC, or best=N:METRIC:max: the N steps with"
-        " the lowest or highest value of a metric saved by a CheckpointManager; every=N: steps"
-        " that are multiples of N; every=6h: one in 6 hours (s, m, h, d); separated by commas, any"
-        " of them keeps a checkpoint",
-    )
-    parser.add_argument(
-        "--deep",
-        action="store_true",
-        help="verify every byte first: a damaged checkpoint is not complete, so it is not the last"
-        " complete one",
-    )
-    parser.add_argument("--delete", action="store_true", help="remove, instead of a dry run")
-    add_json(parser)
-
-
-def run(parsed: argparse.Namespace) -> int:
-    """Print what is kept and why; remove the rest with ``--delete``."""
-    checkpoints = list_checkpoints(parsed.root)
+def prune(given: Namespace) -> Answer:
+    """What is kept and why, and what is removed, or would be without ``--delete``."""
+    root, deletes = given.root, given.delete
+    listed = list_checkpoints(root, links=True)
+    linked = {os.path.realpath(each.path) for each in listed if each.link is not None}
+    checkpoints = [each for each in listed if each.link is None]
     if not checkpoints:
-        require_no_checkpoint(parsed.root)
-        raise NotThere(f"{parsed.root}: no checkpoint directories in it{elsewhere(parsed.root)}")
-    if parsed.deep:
-        checkpoints = [_verified(each) for each in checkpoints]
-    rules = [rule for given in parsed.keep for rule in given]
-    kept = why_kept(checkpoints, rules, linked_from(parsed.root))
+        require_no_checkpoint(root)
+        raise NotThere(f"{root}: no checkpoint directories in it{found_instead(root)}")
+    kept = why_kept(checkpoints, sum(given.keep, ()), linked)
     removable = [each for each in checkpoints if each.path not in kept]
-    failed = _remove(removable, newest_complete(checkpoints)) if parsed.delete else []
+    failed = _remove(removable, _newest_complete(checkpoints)) if deletes else []
     gone = [each for each in removable if each.path not in failed]
-    if parsed.json:
-        action = "removed" if parsed.delete else "would_remove"
-        print_json({"kept": kept, action: [each.path for each in gone], "failed": failed})
+
+    actions = dict.fromkeys(kept, "keep") | dict.fromkeys(failed, "failed")
+    rows = [
+        (
+            "" if each.step is None else str(each.step),
+            format_size(each.nbytes),
+            actions.get(each.path, "removed" if deletes else "remove"),
+            kept.get(each.path, ""),
+            each.name,
+        )
+        for each in checkpoints
+    ]
+    total = f"{counted(len(gone), 'checkpoint')}, {format_size(sum(e.nbytes for e in gone))}"
+    if not removable:
+        summary = "nothing to remove"
+    elif deletes:
+        summary = f"removed {total}"
     else:
-        _print(checkpoints, kept, gone, failed, deleted=parsed.delete)
-    return Status.FAILED if failed else Status.FINE
+        summary = f"would remove {total}; nothing is removed without --delete"
+    done = "removed" if deletes else "would_remove"
+    return Answer(
+        {"kept": kept, done: [each.path for each in gone], "failed": failed},
+        [*table(">step >size action why name", rows), summary],
+        Status.FAILED if failed else Status.FINE,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +89,10 @@ class Rule:
 
 
 def parse_rules(text: str) -> tuple[Rule, ...]:
-    """Rules from ``latest=3,every=1000``.
+    """Rules from ``latest=3,every=1000``, for argparse.
 
     Raises:
-        ValueError: The text has another form.
+        ArgumentTypeError: The text has another form.
     """
     parts = [part.strip() for part in text.split(",")]
     return tuple(Rule(part, _policy(part)) for part in parts)
@@ -116,23 +100,18 @@ def parse_rules(text: str) -> tuple[Rule, ...]:
 
 def _policy(text: str) -> Policy:
     kind, _, value = text.partition("=")
-    interval = _INTERVAL.fullmatch(value)
+    interval, best = _INTERVAL.fullmatch(value), _BEST.fullmatch(value)
     if kind == "every" and interval is not None and int(interval[1]):
         return KeepEvery(seconds=int(interval[1]) * _UNITS_S[interval[2]])
-    best = _BEST.fullmatch(value)
     if kind == "best" and best is not None and int(best[1]):
         return KeepBest(int(best[1]), best[2], "max" if best[3] == "max" else "min")
     if kind in ("latest", "every") and value.isascii() and value.isdecimal() and int(value):
         return KeepLatest(int(value)) if kind == "latest" else KeepEvery(steps=int(value))
-    raise ValueError(f"{text!r} is not a policy; {_USAGE}")
+    raise ArgumentTypeError(f"{text!r} is not a policy; {_USAGE}")
 
 
-def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, list[str]]:
-    """For each checkpoint that a rule keeps, by path, the rules that do.
-
-    Args:
-        checkpoints: Complete checkpoints; those without a step are not kept by a rule.
-        rules: Any of them keeps a checkpoint.
+def reasons(checkpoints: Iterable[Listed], rules: Iterable[Rule]) -> dict[str, str]:
+    """For each complete checkpoint that a rule keeps, by path, the rules that do.
 
     Raises:
         OptionError: No checkpoint has a metric that a rule names.
@@ -141,16 +120,12 @@ def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, l
         OSError: They cannot be read.
     """
     policies = [rule.policy for rule in rules]
-    reads_metrics = any(policy.reads_metrics for policy in policies)
     # Of two checkpoints of one step, the later one says when the step was committed.
-    latest = {each.step: each for each in sorted(checkpoints, key=lambda each: each.order)}
+    in_order = sorted(checkpoints, key=lambda each: each.order)
+    by_step = {each.step: each for each in in_order if each.step is not None}
     records = [
-        StepRecord(
-            step=step,
-            committed_at_s=latest[step].at_s,
-            metrics=_metrics_of(latest[step]) if reads_metrics else {},
-        )
-        for step in sorted(step for step in latest if step is not None)
+        StepRecord(step=step, committed_at_s=each.at_s, metrics=_metrics_of(each.path, policies))
+        for step, each in sorted(by_step.items())
     ]
     unseen = unseen_metrics(policies, records)
     if unseen and records:
@@ -159,132 +134,83 @@ def reasons(checkpoints: Sequence[Listed], rules: Sequence[Rule]) -> dict[str, l
             f"no checkpoint has a metric named {', '.join(unseen)}",
             hint=f"metrics found: {', '.join(has)}" if has else "a CheckpointManager saves metrics",
         )
-    kept: dict[str, list[str]] = {}
+    kept: dict[str, list[str]] = defaultdict(list)
     for rule in rules:
         steps = rule.policy.keeps(records)
         for each in checkpoints:
             if each.step in steps:
-                kept.setdefault(each.path, []).append(rule.text)
-    return kept
+                kept[each.path].append(rule.text)
+    return {path: ", ".join(texts) for path, texts in kept.items()}
 
 
-def _metrics_of(each: Listed) -> Mapping[str, float]:
+def _metrics_of(path: str, policies: Iterable[Policy]) -> Mapping[str, float]:
+    """The metrics of a step, if a policy reads them; unlike for ``ls``, an error raises."""
+    if not any(policy.reads_metrics for policy in policies):
+        return {}
     from nostall._manager.contents import read_about
 
     try:
-        about = read_about(each.path)
+        about = read_about(path)
     except FileNotFoundError:  # removed meanwhile
         return {}
     return {} if about is None else about.metrics
 
 
 def why_kept(
-    checkpoints: Sequence[Listed], rules: Sequence[Rule], linked: set[str]
+    checkpoints: Sequence[Listed], rules: Sequence[Rule], linked: Set[str]
 ) -> dict[str, str]:
     """The checkpoints that stay, by path, with the reason.
 
     Args:
-        checkpoints: Oldest first.
+        checkpoints: All of them.
         rules: Any of them keeps a checkpoint.
         linked: Real paths that are in use under another name.
     """
-    newest = newest_complete(checkpoints)
-    candidates = [
-        each
-        for each in checkpoints
-        if each.state is State.COMPLETE
-        and each.step is not None
-        and not each.is_inside
-        and not _is_local(each)
-    ]
-    kept = {path: ", ".join(why) for path, why in reasons(candidates, rules).items()}
+    kept, candidates = {}, []
     for each in checkpoints:
         if each.state is not State.COMPLETE:
             kept[each.path] = each.state.value
         elif each.is_inside:
             kept[each.path] = "inside of another directory"
-        elif _is_local(each):
+        elif os.path.exists(os.path.join(os.path.dirname(each.path), RECORD)):
             kept[each.path] = "in a local_staging_dir"
         elif each.step is None:
             kept[each.path] = "no step in its name"
-        elif os.path.realpath(each.path) in linked:
+        else:
+            candidates.append(each)
+    kept |= reasons(candidates, rules)
+    newest = _newest_complete(checkpoints)
+    for each in candidates:
+        if os.path.realpath(each.path) in linked:
             kept.setdefault(each.path, "a link leads to it")
-    if newest is not None:
-        kept.setdefault(newest.path, "the last complete one")
+        elif each is newest:
+            kept.setdefault(each.path, "the last complete one")
     return kept
 
 
-def _is_local(each: Listed) -> bool:
-    return os.path.exists(os.path.join(os.path.dirname(each.path), RECORD))
-
-
-def _verified(each: Listed) -> Listed:
-    """The same, but damaged if a byte differs from what was written, or unreadable."""
-    from nostall.integrity import State as Found
-    from nostall.integrity import verify
-
-    if each.state is not State.COMPLETE or (found := verify(each.path)).ok:
-        return each
-    is_unreadable = found.state is Found.UNREADABLE
-    return replace(each, state=State.UNREADABLE if is_unreadable else State.DAMAGED)
-
-
-def _unchanged(each: Listed) -> bool:
-    """Whether it is still the checkpoint that was listed, and no save has replaced it."""
-    now = look_at(each.path)
-    return now is not None and (now.state, now.at_s) == (each.state, each.at_s)
+def _newest_complete(checkpoints: Iterable[Listed]) -> Listed | None:
+    """The last committed complete checkpoint directly in the directory, as ``latest`` prints it."""
+    complete = (e for e in checkpoints if e.state is State.COMPLETE and not e.is_inside)
+    return max(complete, key=lambda each: each.order, default=None)
 
 
 def _remove(removable: Sequence[Listed], newest: Listed | None) -> list[str]:
-    """Remove checkpoints; returns the paths of those that are still there."""
+    """Remove checkpoints; returns the paths of those that still exist."""
     from nostall.removal import remove_checkpoint
 
-    for position, each in enumerate(removable):
-        # Another process may have removed or replaced it meanwhile.
-        now = look_at(newest.path) if newest is not None else None
-        if now is None or now.state is not State.COMPLETE:
+    for each in removable:
+        # Another process may have removed or replaced either of them meanwhile.
+        last, now = look_at(newest.path) if newest is not None else None, look_at(each.path)
+        if last is None or last.state is not State.COMPLETE:
             print_error(
                 "stopped: another process has removed or replaced the last complete checkpoint"
                 " meanwhile; run prune again for the rest"
             )
-            return [left.path for left in removable[position:]]
+            break
+        if now is None or (now.state, now.at_s) != (each.state, each.at_s):
+            continue
         try:
-            if _unchanged(each):
-                remove_checkpoint(each.path)
+            remove_checkpoint(each.path)
         except NostallError as error:
-            print_error(describe(error))
+            print_error(error)
     return [each.path for each in removable if look_at(each.path) is not None]
-
-
-def _print(
-    checkpoints: Sequence[Listed],
-    kept: dict[str, str],
-    gone: Sequence[Listed],
-    failed: Sequence[str],
-    *,
-    deleted: bool,
-) -> None:
-    action = "removed" if deleted else "remove"
-    rows = []
-    for each in checkpoints:
-        what = "keep" if each.path in kept else "failed" if each.path in failed else action
-        size = format_size(each.nbytes)
-        step = "" if each.step is None else str(each.step)
-        rows.append((step, size, what, kept.get(each.path, ""), each.name))
-    if rows:
-        print_table(("step", "size", "action", "why", "name"), rows, right="step size")
-    total = f"{counted(len(gone), 'checkpoint')}, {format_size(sum(e.nbytes for e in gone))}"
-    if not (gone or failed):
-        print(f"nothing to remove{_one_level_deeper(checkpoints)}")
-    elif deleted:
-        print(f"removed {total}")
-    else:
-        print(f"would remove {total}" + ("; nothing is removed without --delete" if gone else ""))
-
-
-def _one_level_deeper(checkpoints: Sequence[Listed]) -> str:
-    """Where ROOT may have been meant, if every checkpoint is inside of another directory."""
-    if not all(each.is_inside for each in checkpoints):
-        return ""
-    meant = os.path.dirname(checkpoints[-1].path)
-    return f": all checkpoints are one level deeper, the last in {meant}; pass that to prune it"

@@ -1,0 +1,380 @@
+"""The checkpoints in a directory and their states: ``ls``, ``latest`` and ``verify``.
+
+States are those of metadata and file sizes. No torch, unless a checkpoint has no manifest, or is
+verified.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+import zipfile
+from argparse import Namespace
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nostall._cli.output import (
+    Answer,
+    NotThere,
+    Status,
+    format_age,
+    format_metrics,
+    format_size,
+    progress,
+    table,
+)
+from nostall._commit.committed import Order, committed_latest_first, found_instead
+from nostall._commit.index.parsing import parsed as parsed_index
+from nostall._commit.manifest import Manifest, index_alone, manifest_of
+from nostall._model.names import (
+    METADATA_NAME,
+    OF_FILE_SYSTEM,
+    is_metadata_of_one_rank,
+    is_ours_to_remove,
+    order_of_commit,
+    step_in,
+)
+from nostall._model.wording import counted, some
+from nostall._storage.destination import place_of
+from nostall._storage.places import is_address, may_have, storage_at
+from nostall._storage.port import leaves_open, reason
+from nostall._storage.reading import open_to_read, part_as_stream
+from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError
+
+if TYPE_CHECKING:
+    from nostall.integrity import Verification
+
+_ABOUT = "nostall.about"
+"""The item in which a CheckpointManager describes a step; see ``nostall._manager.contents``."""
+_MOST_ABOUT_NBYTES = 1 << 20
+
+
+class State(str, Enum):
+    """State of a checkpoint directory."""
+
+    COMPLETE = "complete"
+    """Committed, and every file has its size; ``verify`` reads the bytes."""
+    DAMAGED = "damaged"
+    UNFINISHED = "not committed"
+    """Files without metadata: a save that is in progress, or was interrupted."""
+    PER_RANK = "per rank"
+    """Ranks saved without coordination, each with metadata of its own."""
+    NOT_UNDERSTOOD = "not understood"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed:
+    """A checkpoint directory."""
+
+    path: str
+    name: str
+    """The path below the directory that was listed."""
+    state: State
+    nbytes: int
+    """Bytes in its files."""
+    files: int
+    """Number of shard files."""
+    at_s: float
+    """When it was committed, in seconds since the epoch; or its last change."""
+    manifest: bool
+    """Whether nostall has committed it."""
+    link: str | None = None
+    """Where a symbolic link leads that has this path; ``None`` for a directory."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What a CheckpointManager has saved, for ``ls``."""
+
+    @property
+    def step(self) -> int | None:
+        """The number at the end of the name, as in ``step-100`` or ``step=100.ckpt``."""
+        return step_in(self.name)
+
+    @property
+    def order(self) -> Order:
+        """As ``latest`` orders checkpoints."""
+        return order_of_commit(self.path, self.at_s, is_link=self.link is not None)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is a part of a step, or one of another root: ``latest`` does not see it."""
+        return os.sep in self.name
+
+
+# --- commands -------------------------------------------------------------------------------------
+
+
+def ls(given: Namespace) -> Answer:
+    """A row per checkpoint, the oldest first."""
+    root = given.root
+    found = list_checkpoints(root, links=True)
+    if not found:
+        itself = look_at(place_of(root))
+        if itself is None:
+            raise NotThere(f"{root}: no checkpoint directories in it")
+        found = [itself]
+    found = [replace(each, metrics=metrics_of(each.path)) for each in found]
+    has_metrics = any(each.metrics for each in found)
+    now_s = time.time()
+    rows = [
+        (
+            "" if each.step is None else str(each.step),
+            format_size(each.nbytes),
+            str(each.files),
+            format_age(now_s - each.at_s),
+            each.state.value,
+            *([format_metrics(each.metrics)] if has_metrics else []),
+            each.name if each.link is None else f"{each.name} -> {each.link}",
+        )
+        for each in found
+    ]
+    columns = f">step >size >files >age state {'metrics ' if has_metrics else ''}name"
+    return Answer([{**asdict(each), "step": each.step} for each in found], table(columns, rows))
+
+
+def latest(given: Namespace) -> Answer:
+    """The path of the last complete checkpoint; without torch if it is the last one committed."""
+    root = given.root
+    committed = committed_latest_first(root)
+    found = None
+    if committed and not given.deep:
+        state, manifest = state_of_committed(committed[0])
+        found = committed[0] if manifest is not None and state is State.COMPLETE else None
+    if committed and found is None:
+        from nostall.integrity import latest_complete
+
+        found = latest_complete(root, deep=given.deep)
+        if found is None:  # a job must not take this for a start from scratch
+            raise DamagedCheckpointError(
+                f"no complete checkpoint, but {counted(len(committed), 'damaged one')}",
+                path=root,
+                hint=f"`nostall verify {committed[0]}` lists the damage of the last one",
+            )
+    if found is None:
+        require_no_checkpoint(root)
+        raise NotThere(f"{root}: no complete checkpoint in it{found_instead(root)}")
+    return Answer({"path": found}, [found])
+
+
+def verify(given: Namespace) -> Answer:
+    """What differs from what was written, in one checkpoint or in each below a root."""
+    from nostall.integrity import State as Found
+    from nostall.integrity import verify as verification
+
+    path = given.path
+    paths, is_root = [path], not may_have(storage_at(path), METADATA_NAME)
+    if is_root:
+        left_out = State.UNFINISHED, State.PER_RANK
+        paths = [each.path for each in list_checkpoints(path) if each.state not in left_out]
+    found = []
+    for each in paths:
+        with progress(f"verifying {os.path.basename(each)}") as report:
+            found.append(verification(each, progress=report))
+    found = [each for each in found if each.state is not Found.NOT_THERE]  # removed meanwhile
+    if not found:
+        raise NotThere(f"{path}: no checkpoint was committed here{found_instead(path)}")
+    states = {each.state for each in found}
+    status = Status.NOT_UNDERSTOOD if Found.NOT_UNDERSTOOD in states else Status.FINE
+    if states & {Found.DAMAGED, Found.UNREADABLE}:
+        status = Status.FAILED
+    plain = [{"ok": each.ok, **asdict(each)} for each in found]
+    verdicts = [_verdict(each) for each in found]
+    if is_root:
+        return Answer(plain, verdicts, status)
+    (one,) = found
+    lines = [] if one.note is None else [f"note: {one.note}"]
+    lines += [f"{'damaged' if e.is_certain else 'unreadable'}: {e}" for e in one.damages]
+    if one.unchecked:
+        lines.append(f"no checksum: {counted(len(one.unchecked), 'item')}: {some(one.unchecked)}")
+    return Answer(plain[0], lines + verdicts, status)
+
+
+def _verdict(found: Verification) -> str:
+    verdict = found.state.value.upper()
+    if found.ok and found.has_manifest:
+        verdict = "whole, as it was written"
+    elif found.ok:
+        verdict = (
+            "no damage found; without a manifest, only the checksums of its records were compared"
+        )
+    size = f"{counted(found.items, 'item')}, {counted(found.files, 'file')}, {found.nbytes} bytes"
+    return f"{found.path}: {verdict}" + (f" ({size})" if found.files else "")
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+def require_there(path: str, *, directory: bool) -> None:
+    """Require that a path exists, and if asked that of a directory; an address always does.
+
+    Raises:
+        NotThere: It does not exist.
+        ReadError: A symbolic link in it is broken, as one to a volume that is not mounted is.
+        OptionError: It is that of a file.
+    """
+    if is_address(path):
+        return
+    try:
+        is_directory = stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        whole = Path(os.path.abspath(path))
+        for each in (whole, *whole.parents):
+            if each.is_symlink() and not each.exists():
+                raise ReadError(
+                    f"the symbolic link {each} is broken",
+                    path=path,
+                    hint=f"mount or make {os.readlink(each)}, or remove the link",
+                ) from None
+        what = "directory" if directory else "file or directory"
+        raise NotThere(f"{path}: no such {what}") from None
+    if directory and not is_directory:
+        raise OptionError("not a directory", path=path)
+
+
+def require_no_checkpoint(root: str) -> None:
+    """Require that a directory without checkpoints in it is not a checkpoint itself."""
+    names = storage_at(place_of(root)).list()
+    if METADATA_NAME in names or any(map(is_metadata_of_one_rank, names)):
+        raise OptionError(
+            "it is a checkpoint itself", path=root, hint="pass the directory that holds it"
+        )
+
+
+def list_checkpoints(root: str, *, links: bool = False) -> list[Listed]:
+    """The checkpoints that are subdirectories of ``root``, oldest first.
+
+    A subdirectory that is not a checkpoint may hold checkpoints, such as the parts
+    ``step-100/model`` and ``step-100/optimizer``. With ``links``, those directly behind symbolic
+    links are listed, too, as ``latest`` follows them.
+    """
+    try:
+        paths = _directories_in(root, links=links)
+    except OSError as error:
+        raise ReadError(
+            f"cannot list checkpoints: {reason(error)}",
+            errno=error.errno,
+            path=root,
+            hint=f"check the {'address' if is_address(root) else 'path'}, and the right to list it",
+        ) from error
+    found = []
+    for path in paths:
+        itself = look_at(path)
+        if itself is not None:
+            found.append(itself)
+        elif not os.path.islink(path):
+            with suppress(OSError):  # a file in a store, or removed meanwhile
+                parts = map(look_at, _directories_in(path))
+                name = os.path.basename(path)
+                found += [replace(part, name=f"{name}/{part.name}") for part in parts if part]
+    return sorted(found, key=lambda each: each.order)
+
+
+def _directories_in(path: str, *, links: bool = False) -> list[str]:
+    if is_address(path):
+        return [f"{path}/{name}" for name in storage_at(path).list() if name != METADATA_NAME]
+    with os.scandir(path) as entries:
+        return [
+            entry.path
+            for entry in entries
+            if entry.is_dir(follow_symlinks=links) and entry.name != OF_FILE_SYSTEM
+        ]
+
+
+def look_at(path: str) -> Listed | None:
+    """The state of one directory; ``None`` if it is not a checkpoint's, or gone.
+
+    One that this user must not look into may be a checkpoint: it is unreadable.
+    """
+    files, stats, manifest = storage_at(path), {}, None
+    shards: list[str] = []
+    at_s = 0.0
+    try:
+        names = files.list()
+        shards = list(filter(is_ours_to_remove, names))
+        if METADATA_NAME not in names and not shards:
+            return None
+        for name in names:
+            with suppress(FileNotFoundError, ReadError):  # a directory, or removed meanwhile
+                stats[name] = files.stat(name)
+        last = [stats[METADATA_NAME]] if METADATA_NAME in stats else stats.values()
+        at_s = max((each.modified_s for each in last), default=0.0)
+        state = State.UNFINISHED
+        if METADATA_NAME in names:
+            state, manifest = state_of_committed(path)
+        elif any(map(is_metadata_of_one_rank, names)):
+            state = State.PER_RANK
+    except OSError as error:
+        if not leaves_open(error):
+            return None
+        state = State.UNREADABLE
+        with suppress(OSError):
+            at_s = os.lstat(path).st_mtime
+    return Listed(
+        path=path,
+        name=os.path.basename(path),
+        state=state,
+        nbytes=sum(each.nbytes for each in stats.values()),
+        files=len(shards if manifest is None else manifest.files),
+        at_s=at_s if manifest is None else manifest.committed_at_s,
+        manifest=manifest is not None,
+        link=os.readlink(path) if os.path.islink(path) else None,
+    )
+
+
+def state_of_committed(path: str) -> tuple[State, Manifest | None]:
+    """Whether files have their sizes; and the manifest, unless it is damaged."""
+    files = storage_at(path)
+    manifest = None
+    try:
+        with open_to_read(files, METADATA_NAME) as stream:
+            manifest = manifest_of(stream, path=path)
+        if manifest is None:
+            from nostall.integrity import is_complete
+
+            whole = is_complete(path)
+        else:
+            whole = all(files.stat(file.name).nbytes == file.nbytes for file in manifest.files)
+    except DamagedCheckpointError:
+        return State.DAMAGED, None
+    except FileNotFoundError:  # a shard file is missing; or all of it, which was removed meanwhile
+        return (State.UNREADABLE if manifest is None else State.DAMAGED), manifest
+    except UnknownMetadataError:
+        return State.NOT_UNDERSTOOD, None
+    except OSError:
+        return State.UNREADABLE, manifest
+    return (State.COMPLETE if whole else State.DAMAGED), manifest
+
+
+def metrics_of(path: str) -> dict[str, float]:
+    """The metrics that a CheckpointManager has saved with a checkpoint; none if it has none.
+
+    Found by the index of the items, without torch. What cannot be read has none, too.
+    """
+    files = storage_at(path)
+    try:
+        with open_to_read(files, METADATA_NAME) as stream:
+            content, manifest = index_alone(stream, path=path) or (b"", None)
+        index = None
+        if manifest is not None and _ABOUT.encode() in content:
+            index = parsed_index(content, {file.name: file.nbytes for file in manifest.files})
+        if index is None or _ABOUT not in index.rows:
+            return {}
+        at = index.first_places[index.rows[_ABOUT]]
+        with closing(files.open(index.files[index.file[at]])) as source:
+            part = part_as_stream(source, index.offset[at], index.length[at])
+            with zipfile.ZipFile(part) as archive:
+                (record,) = (each for each in archive.infolist() if _is_values(each))
+                about: Any = json.loads(archive.read(record))
+        return {str(name): float(value) for name, value in about["metrics"].items()}
+    except Exception:  # the bytes may be anything; the metrics are an extra
+        return {}
+
+
+def _is_values(record: zipfile.ZipInfo) -> bool:
+    is_stored = record.compress_type == zipfile.ZIP_STORED
+    is_short = record.file_size <= _MOST_ABOUT_NBYTES
+    return record.filename.endswith("/data/0") and is_stored and is_short
