@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from nostall._cli.listing import require_there
 from nostall._cli.output import NotThere, Status, print_answer, print_error
-from nostall._cli.prune import parse_rules
+from nostall._cli.prune import parse_policies
 from nostall._storage.destination import place_of, require_possible
 from nostall._storage.places import is_address
 from nostall._version import __version__
@@ -86,7 +86,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--keep": {
         "metavar": "POLICIES",
-        "type": parse_rules,
+        "type": parse_policies,
         "action": "append",
         "required": True,
         "help": "latest=N: the N highest steps; best=N:METRIC, or best=N:METRIC:max: the N steps"
@@ -197,6 +197,8 @@ def _run(parsed: argparse.Namespace) -> int:
         # A script takes what `latest` prints for a path: bytes that are not text stay.
         print_answer(answer, as_json=parsed.json, keeps_bytes=name == "latest")
         sys.stdout.flush()
+        if answer.error is not None:
+            raise answer.error
     except BrokenPipeError:
         # The reader has ended, as `head` does; the interpreter would complain at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -402,9 +402,11 @@ from nostall.cli import main
 for arguments in (["--help"], ["prune", "--help"], ["--version"]):
     with contextlib.suppress(SystemExit):
         main(arguments)
-for command in ("ls", "latest", "inspect", "verify", "prune --keep latest=1", "convert"):
+for command in (
+    "ls", "latest", "inspect", "verify", "prune --keep latest=1", "convert new", "diff other"
+):
     name, *more = command.split()
-    assert main([name, {str(tmp_path / "none")!r}, *(["new"] if name == "convert" else more)]) == 3
+    assert main([name, {str(tmp_path / "none")!r}, *more]) == 3
 assert main(["ls", {str(tmp_path)!r}]) == 0
 assert main(["latest", {str(tmp_path)!r}]) == 0
 assert main(["prune", {str(tmp_path)!r}, "--keep", "latest=1"]) == 0

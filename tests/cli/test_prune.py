@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import nostall
 from cli.conftest import Run
 from nostall._cli.listing import Listed, State
-from nostall._cli.prune import Rule, parse_rules, reasons, why_kept
+from nostall._cli.prune import parse_policies, reasons, why_kept
 from support.permissions import without_permission
 from support.states import save_stock_way
 
@@ -73,9 +73,9 @@ def test_the_best_steps_stay(tmp_path: Path, run: Run) -> None:
     status, _, error = run("prune", tmp_path, "--keep", "best=1:accuracy", "--delete")
     assert status == 2
     assert "no checkpoint has a metric named accuracy (metrics found: loss)" in error
-    assert parse_rules("best=2:eval:loss:max") == (
-        Rule("best=2:eval:loss:max", nostall.KeepBest(2, "eval:loss", "max")),
-    )
+    assert parse_policies("best=2:eval:loss:max") == {
+        "best=2:eval:loss:max": nostall.KeepBest(2, "eval:loss", "max")
+    }
     assert manager.all_steps() == [1, 2, 3, 4]
 
 
@@ -274,13 +274,13 @@ POLICIES = st.lists(
 @given(CHECKPOINTS, POLICIES)
 def test_the_newest_complete_one_always_stays(checkpoints: list[Listed], text: str) -> None:
     """As do the promised number, and everything that is not complete."""
-    rules = parse_rules(text)
-    kept = why_kept(checkpoints, rules, set())
+    policies = parse_policies(text)
+    kept = why_kept(checkpoints, policies, set())
     complete = [each for each in checkpoints if each.state is State.COMPLETE]
     assert not complete or max(complete, key=lambda each: each.order).path in kept
     assert all(each.path in kept for each in checkpoints if each.state is not State.COMPLETE)
     steps = sorted({each.step for each in complete if each.step is not None})
-    for kind, _, value in (rule.text.partition("=") for rule in rules):
+    for kind, _, value in (each.partition("=") for each in policies):
         promised = {
             "latest": steps[-int(value.rstrip("h")) :],
             "every": [] if value.endswith("h") else [s for s in steps if s % int(value) == 0],
@@ -294,7 +294,7 @@ def test_no_gap_is_longer_than_asked(checkpoints: list[Listed], hours: int) -> N
     checkpoints = [
         dataclasses.replace(each, name=f"step{step}") for step, each in enumerate(checkpoints)
     ]
-    paths = reasons(checkpoints, parse_rules(f"every={hours}h"))
+    paths = reasons(checkpoints, parse_policies(f"every={hours}h"))
     kept = [each for each in checkpoints if each.path in paths]
     assert kept[:1] == checkpoints[:1]
     for one, other in pairwise(kept):

@@ -93,10 +93,7 @@ def convert(given: Namespace) -> Answer:
     if prefix and not to_safetensors:
         raise OptionError("--prefix is for a target that ends with .safetensors", path=target)
     if to_file and is_address(target):
-        what, hint = (
-            "a file can be written to a file system only",
-            "copy it to the store from there",
-        )
+        what, hint = "a file can be written to a file system only", "copy it to the store then"
         raise OptionError(what, path=target, hint=hint)
     if target.lower().endswith((*_OTHER_FORMATS, *((os.sep,) if to_file else _FILE_ENDINGS))):
         written = "one file of torch.save" if to_file else "a checkpoint directory"
@@ -280,11 +277,8 @@ def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
         what, hint = "it is a shard file of a checkpoint", "pass the checkpoint's directory"
         raise ReadError(what, path=source, hint=hint)
     if not zipfile.is_zipfile(source):
-        what, hint = (
-            "it is not a file of torch.save, or is cut off",
-            "save files of torch before 1.6 anew",
-        )
-        raise ReadError(what, path=source, hint=hint)
+        what = "it is not a file of torch.save, or is cut off"
+        raise ReadError(what, path=source, hint="save files of torch before 1.6 anew")
     directory, name = os.path.split(os.path.abspath(source))
     with closing(PosixFiles(directory).open(name)) as opened, suppress(ChecksumMissing):
         damage = damage_of_container(as_stream(opened))

@@ -25,7 +25,6 @@ from nostall._cli.output import (
     Status,
     format_metrics,
     format_size,
-    print_error,
     progress,
     table,
 )
@@ -92,8 +91,6 @@ def inspect(given: Namespace) -> Answer:
     if given.sort is not None:
         items.sort(key=lambda item: item.name if given.sort == "name" else -item.nbytes)
     damage = damage_of(checkpoint.path)
-    if damage is not None:
-        print_error(damage)
     manifest, metrics = checkpoint.manifest, metrics_of(checkpoint.path)
     plain = {
         "path": checkpoint.path,
@@ -130,8 +127,7 @@ def inspect(given: Namespace) -> Answer:
         for item in items
     ]
     lines = table("name dtype shape sharding >size files", rows)
-    status = Status.FINE if damage is None else Status.FAILED
-    return Answer(plain, [*lines, "; ".join(summary)], status)
+    return Answer(plain, [*lines, "; ".join(summary)], error=damage)
 
 
 def _sharding(parts: Sequence[Mapping[str, Any]]) -> str:

@@ -367,14 +367,10 @@ def metrics_of(path: str) -> dict[str, float]:
         with closing(files.open(index.files[index.file[at]])) as source:
             part = part_as_stream(source, index.offset[at], index.length[at])
             with zipfile.ZipFile(part) as archive:
-                (record,) = (each for each in archive.infolist() if _is_values(each))
-                about: Any = json.loads(archive.read(record))
+                (record,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
+                is_stored = record.compress_type == zipfile.ZIP_STORED
+                is_short = is_stored and record.file_size <= _MOST_ABOUT_NBYTES
+                about: Any = json.loads(archive.read(record) if is_short else "{}")
         return {str(name): float(value) for name, value in about["metrics"].items()}
     except Exception:  # the bytes may be anything; the metrics are an extra
         return {}
-
-
-def _is_values(record: zipfile.ZipInfo) -> bool:
-    is_stored = record.compress_type == zipfile.ZIP_STORED
-    is_short = record.file_size <= _MOST_ABOUT_NBYTES
-    return record.filename.endswith("/data/0") and is_stored and is_short

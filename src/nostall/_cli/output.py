@@ -42,6 +42,8 @@ class Answer:
     lines: Iterable[str]
     """What is printed otherwise."""
     status: Status = Status.FINE
+    error: Exception | None = None
+    """What is wrong nevertheless; ends the command with its own status."""
 
 
 def printable(text: str, *, keeps_bytes: bool = False) -> str:

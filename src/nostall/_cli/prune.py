@@ -7,7 +7,6 @@ import re
 from argparse import ArgumentTypeError, Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
 
 from nostall._cli.listing import (
     Listed,
@@ -49,7 +48,8 @@ def prune(given: Namespace) -> Answer:
     if not checkpoints:
         require_no_checkpoint(root)
         raise NotThere(f"{root}: no checkpoint directories in it{found_instead(root)}")
-    kept = why_kept(checkpoints, sum(given.keep, ()), linked)
+    policies = {text: policy for group in given.keep for text, policy in group.items()}
+    kept = why_kept(checkpoints, policies, linked)
     removable = [each for each in checkpoints if each.path not in kept]
     failed = _remove(removable, _newest_complete(checkpoints)) if deletes else []
     gone = [each for each in removable if each.path not in failed]
@@ -80,22 +80,13 @@ def prune(given: Namespace) -> Answer:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A policy, and the text that it was given by."""
-
-    text: str
-    policy: Policy
-
-
-def parse_rules(text: str) -> tuple[Rule, ...]:
-    """Rules from ``latest=3,every=1000``, for argparse.
+def parse_policies(text: str) -> dict[str, Policy]:
+    """Policies from ``latest=3,every=1000``, by the text of each; for argparse.
 
     Raises:
         ArgumentTypeError: The text has another form.
     """
-    parts = [part.strip() for part in text.split(",")]
-    return tuple(Rule(part, _policy(part)) for part in parts)
+    return {part.strip(): _policy(part.strip()) for part in text.split(",")}
 
 
 def _policy(text: str) -> Policy:
@@ -110,24 +101,25 @@ def _policy(text: str) -> Policy:
     raise ArgumentTypeError(f"{text!r} is not a policy; {_USAGE}")
 
 
-def reasons(checkpoints: Iterable[Listed], rules: Iterable[Rule]) -> dict[str, str]:
-    """For each complete checkpoint that a rule keeps, by path, the rules that do.
+def reasons(checkpoints: Iterable[Listed], policies: Mapping[str, Policy]) -> dict[str, str]:
+    """For each complete checkpoint that a policy keeps, by path, the policies that do.
 
     Raises:
-        OptionError: No checkpoint has a metric that a rule names.
+        OptionError: No checkpoint has a metric that a policy names.
         DamagedCheckpointError: The metrics of a checkpoint are damaged.
         UnknownMetadataError: A newer nostall has saved them.
         OSError: They cannot be read.
     """
-    policies = [rule.policy for rule in rules]
     # Of two checkpoints of one step, the later one says when the step was committed.
     in_order = sorted(checkpoints, key=lambda each: each.order)
     by_step = {each.step: each for each in in_order if each.step is not None}
     records = [
-        StepRecord(step=step, committed_at_s=each.at_s, metrics=_metrics_of(each.path, policies))
+        StepRecord(
+            step=step, committed_at_s=each.at_s, metrics=_metrics_of(each.path, policies.values())
+        )
         for step, each in sorted(by_step.items())
     ]
-    unseen = unseen_metrics(policies, records)
+    unseen = unseen_metrics(policies.values(), records)
     if unseen and records:
         has = sorted(metrics_in(records))
         raise OptionError(
@@ -135,11 +127,11 @@ def reasons(checkpoints: Iterable[Listed], rules: Iterable[Rule]) -> dict[str, s
             hint=f"metrics found: {', '.join(has)}" if has else "a CheckpointManager saves metrics",
         )
     kept: dict[str, list[str]] = defaultdict(list)
-    for rule in rules:
-        steps = rule.policy.keeps(records)
+    for text, policy in policies.items():
+        steps = policy.keeps(records)
         for each in checkpoints:
             if each.step in steps:
-                kept[each.path].append(rule.text)
+                kept[each.path].append(text)
     return {path: ", ".join(texts) for path, texts in kept.items()}
 
 
@@ -157,13 +149,13 @@ def _metrics_of(path: str, policies: Iterable[Policy]) -> Mapping[str, float]:
 
 
 def why_kept(
-    checkpoints: Sequence[Listed], rules: Sequence[Rule], linked: Set[str]
+    checkpoints: Sequence[Listed], policies: Mapping[str, Policy], linked: Set[str]
 ) -> dict[str, str]:
     """The checkpoints that stay, by path, with the reason.
 
     Args:
         checkpoints: All of them.
-        rules: Any of them keeps a checkpoint.
+        policies: Any of them keeps a checkpoint.
         linked: Real paths that are in use under another name.
     """
     kept, candidates = {}, []
@@ -178,7 +170,7 @@ def why_kept(
             kept[each.path] = "no step in its name"
         else:
             candidates.append(each)
-    kept |= reasons(candidates, rules)
+    kept |= reasons(candidates, policies)
     newest = _newest_complete(checkpoints)
     for each in candidates:
         if os.path.realpath(each.path) in linked:
