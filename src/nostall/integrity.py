@@ -1,7 +1,7 @@
 """Verification of checkpoints, by their manifest or by the checksums that ``torch.save`` stores.
 
 These functions only read: they change no file, and execute nothing that they read (metadata goes
-through an allow-list).
+through an allow-list). Checkpoints with a manifest need torch only if every byte is compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from nostall._commit.checking import (
     unreadable,
 )
 from nostall._commit.committed import committed_latest_first
-from nostall._commit.metadata_pickle import HINT
 from nostall._model.checksum import use_fastest
 from nostall._model.names import METADATA_NAME
 from nostall._model.reads import ReadCounter
@@ -124,6 +123,8 @@ def why_incomplete(directory: str, *, deep: bool = False) -> str | None:
     if deep:
         found = verify(directory)
         if found.state is State.NOT_UNDERSTOOD:
+            from nostall._commit.metadata_pickle import HINT
+
             note = found.note or "the metadata is not understood"
             raise UnknownMetadataError(note, phase="verify", path=directory, hint=HINT)
         what = [str(damage) for damage in found.damages]

@@ -54,8 +54,12 @@ def test_the_list_says_what_is_complete(tmp_path: Path, run: Run) -> None:
     (tmp_path / "step-400").mkdir()
     (tmp_path / "step-400" / "__0_0.distcp").write_bytes(b"a part")
     (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / ".metadata")
     status, shown, _ = run("ls", tmp_path)
     assert status == 0
+    assert "unreadable" in row_of(shown, "logs")
+    (tmp_path / "logs" / ".metadata").unlink()
+    status, shown, _ = run("ls", tmp_path)
     assert "complete" in row_of(shown, "step-100")
     assert "complete" in row_of(shown, "step-200")
     assert row_of(shown, "step-200")[0] == "200"

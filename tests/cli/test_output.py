@@ -166,7 +166,7 @@ def test_interrupts_end_with_one_line(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nostall._cli.listing.committed_latest_first", interrupted)
+    monkeypatch.setattr("nostall._cli.listing.latest_complete", interrupted)
     assert run("latest", tmp_path) == (130, "", "nostall: interrupted\n")
 
 

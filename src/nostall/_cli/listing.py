@@ -1,7 +1,7 @@
 """The checkpoints in a directory and their states: ``ls``, ``latest`` and ``verify``.
 
-States are those of metadata and file sizes. No torch, unless a checkpoint has no manifest, or is
-verified.
+States are those of metadata and file sizes. Torch is imported only for checkpoints without a
+manifest, and to verify.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nostall._cli.output import (
     Answer,
@@ -30,7 +30,7 @@ from nostall._cli.output import (
 )
 from nostall._commit.committed import Order, committed_latest_first, found_instead
 from nostall._commit.index.parsing import parsed as parsed_index
-from nostall._commit.manifest import Manifest, index_alone, manifest_of
+from nostall._commit.manifest import index_alone, manifest_alone
 from nostall._model.names import (
     METADATA_NAME,
     OF_FILE_SYSTEM,
@@ -45,9 +45,9 @@ from nostall._storage.places import is_address, may_have, storage_at
 from nostall._storage.port import leaves_open, reason
 from nostall._storage.reading import open_to_read, part_as_stream
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError
-
-if TYPE_CHECKING:
-    from nostall.integrity import Verification
+from nostall.integrity import State as Found
+from nostall.integrity import Verification, latest_complete, why_damaged
+from nostall.integrity import verify as verification
 
 _ABOUT = "nostall.about"
 """The item in which a CheckpointManager describes a step; see ``nostall._manager.contents``."""
@@ -137,24 +137,17 @@ def ls(given: Namespace) -> Answer:
 
 
 def latest(given: Namespace) -> Answer:
-    """The path of the last complete checkpoint; without torch if it is the last one committed."""
+    """The path of the last complete checkpoint."""
     root = given.root
-    committed = committed_latest_first(root)
-    found = None
-    if committed and not given.deep:
-        state, manifest = state_of_committed(committed[0])
-        found = committed[0] if manifest is not None and state is State.COMPLETE else None
-    if committed and found is None:
-        from nostall.integrity import latest_complete
-
-        found = latest_complete(root, deep=given.deep)
-        if found is None:  # a job must not take this for a start from scratch
+    found = latest_complete(root, deep=given.deep)
+    if found is None:
+        committed = committed_latest_first(root)
+        if committed:  # a job must not take this for a start from scratch
             raise DamagedCheckpointError(
                 f"no complete checkpoint, but {counted(len(committed), 'damaged one')}",
                 path=root,
                 hint=f"`nostall verify {committed[0]}` lists the damage of the last one",
             )
-    if found is None:
         require_no_checkpoint(root)
         raise NotThere(f"{root}: no complete checkpoint in it{found_instead(root)}")
     return Answer({"path": found}, [found])
@@ -162,9 +155,6 @@ def latest(given: Namespace) -> Answer:
 
 def verify(given: Namespace) -> Answer:
     """What differs from what was written, in one checkpoint or in each below a root."""
-    from nostall.integrity import State as Found
-    from nostall.integrity import verify as verification
-
     path = given.path
     paths, is_root = [path], not may_have(storage_at(path), METADATA_NAME)
     if is_root:
@@ -290,6 +280,7 @@ def look_at(path: str) -> Listed | None:
     One that this user must not look into may be a checkpoint: it is unreadable.
     """
     files, stats, manifest = storage_at(path), {}, None
+    names: list[str] = []
     shards: list[str] = []
     at_s = 0.0
     try:
@@ -304,11 +295,15 @@ def look_at(path: str) -> Listed | None:
         at_s = max((each.modified_s for each in last), default=0.0)
         state = State.UNFINISHED
         if METADATA_NAME in names:
-            state, manifest = state_of_committed(path)
+            with open_to_read(files, METADATA_NAME) as stream:
+                manifest = manifest_alone(stream)
+            state = State.COMPLETE if why_damaged(path) is None else State.DAMAGED
         elif any(map(is_metadata_of_one_rank, names)):
             state = State.PER_RANK
+    except UnknownMetadataError:
+        state = State.NOT_UNDERSTOOD
     except OSError as error:
-        if not leaves_open(error):
+        if METADATA_NAME not in names and not leaves_open(error):
             return None
         state = State.UNREADABLE
         with suppress(OSError):
@@ -323,30 +318,6 @@ def look_at(path: str) -> Listed | None:
         manifest=manifest is not None,
         link=os.readlink(path) if os.path.islink(path) else None,
     )
-
-
-def state_of_committed(path: str) -> tuple[State, Manifest | None]:
-    """Whether files have their sizes; and the manifest, unless it is damaged."""
-    files = storage_at(path)
-    manifest = None
-    try:
-        with open_to_read(files, METADATA_NAME) as stream:
-            manifest = manifest_of(stream, path=path)
-        if manifest is None:
-            from nostall.integrity import is_complete
-
-            whole = is_complete(path)
-        else:
-            whole = all(files.stat(file.name).nbytes == file.nbytes for file in manifest.files)
-    except DamagedCheckpointError:
-        return State.DAMAGED, None
-    except FileNotFoundError:  # a shard file is missing; or all of it, which was removed meanwhile
-        return (State.UNREADABLE if manifest is None else State.DAMAGED), manifest
-    except UnknownMetadataError:
-        return State.NOT_UNDERSTOOD, None
-    except OSError:
-        return State.UNREADABLE, manifest
-    return (State.COMPLETE if whole else State.DAMAGED), manifest
 
 
 def metrics_of(path: str) -> dict[str, float]:

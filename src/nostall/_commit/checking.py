@@ -1,6 +1,7 @@
 """What a checkpoint says of its shard files, and the verification of one of them.
 
 A file is verified by its size, and by its checksum in the manifest or those of the archives in it.
+Imports torch for items only.
 """
 
 from __future__ import annotations
@@ -8,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from nostall._commit.manifest import manifest_alone, manifest_of
-from nostall._commit.metadata import Extent
-from nostall._commit.stored_items import extents_in
 from nostall._model.names import METADATA_NAME
 from nostall._model.values import WrittenFile
 from nostall._model.wording import some
@@ -26,6 +26,9 @@ from nostall._storage.reading import (
     part_as_stream,
 )
 from nostall.errors import NostallError, ReadError
+
+if TYPE_CHECKING:
+    from nostall._commit.metadata import Extent
 
 _FEW = 3
 """Names in a text; the attribute has them all."""
@@ -93,6 +96,8 @@ def read_description(files: Files, *, with_items: bool) -> Description:
     with open_to_read(files, METADATA_NAME) as stream:
         manifest = manifest_of(stream, path=path)
         if with_items or manifest is None:
+            from nostall._commit.stored_items import extents_in
+
             extents, note = extents_in(stream, path=path, is_confirmed=manifest is not None)
     if manifest is None:
         listed = [
