@@ -241,23 +241,28 @@ def test_all_checkpoints_of_a_root_are_verified(tmp_path: Path, run: Run) -> Non
 
 
 def test_metrics_of_a_manager_are_shown(tmp_path: Path, run: Run) -> None:
-    """By ``ls``, which needs no torch for it, and by ``inspect``; other checkpoints have none."""
+    """By ``ls`` and ``inspect``; what has none, or cannot be read, has no such column."""
     with nostall.CheckpointManager(tmp_path) as manager:
         manager.save(1, {"x": torch.zeros(3)}, metrics={"loss": 0.25, "eval:accuracy": 1})
+        manager.wait()
         manager.save(2, {"x": torch.zeros(3)})
         manager.wait()
-    first, second = (Path(manager.path(step)) for step in (1, 2))
+        manager.save(3, {"x": torch.zeros(3)}, metrics={"loss": float("nan")})
+        manager.wait()
+    first, second, third = (Path(manager.path(step)) for step in (1, 2, 3))
     rows = run("ls", tmp_path)[1].splitlines()
     assert rows[0].split()[-2:] == ["metrics", "name"]
     assert rows[1].split()[-3:] == ["loss=0.25", "eval:accuracy=1", first.name]
     assert rows[2].split()[-2:] == ["complete", second.name]
     metrics = [each["metrics"] for each in json.loads(run("ls", tmp_path, "--json")[1])]
-    assert metrics == [{"loss": 0.25, "eval:accuracy": 1.0}, {}]
+    assert metrics == [{"loss": 0.25, "eval:accuracy": 1.0}, {}, {"loss": None}]
+    assert rows[3].split()[-2:] == ["loss=nan", third.name]
     assert run("inspect", first)[1].endswith("; metrics loss=0.25 eval:accuracy=1\n")
     assert "metrics" not in run("inspect", second)[1]
     assert json.loads(run("inspect", first, "--json")[1])["metrics"] == metrics[0]
-    (shard,) = first.glob("*.distcp")
-    shard.write_bytes(bytes(shard.stat().st_size))
+    for step in (first, third):
+        (shard,) = step.glob("*.distcp")
+        shard.write_bytes(bytes(shard.stat().st_size))
     assert "loss" not in run("ls", tmp_path)[1]
 
 
@@ -398,8 +403,10 @@ def test_damage_of_many_items_is_a_short_line(tmp_path: Path, run: Run) -> None:
 
 
 def test_lists_help_and_the_latest_need_no_torch(tmp_path: Path) -> None:
-    """They, and a dry run over nostall's checkpoints, are answered at once."""
-    save(tmp_path / "step-1")
+    """They, and a dry run over nostall's checkpoints, are answered at once, metrics included."""
+    with nostall.CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"x": torch.zeros(3)}, metrics={"loss": 0.5})
+        manager.wait()
     program = f"""
 import contextlib, sys
 from nostall.cli import main
@@ -427,6 +434,7 @@ assert "torch" not in sys.modules
     )
     assert done.returncode == 0, done.stderr
     assert "exit status" in done.stdout
+    assert "loss=0.5" in done.stdout
 
 
 # --- inspect ----------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from nostall._cli.output import (
     Status,
     format_metrics,
     format_size,
+    plain_metrics,
     progress,
     table,
 )
@@ -96,7 +97,7 @@ def inspect(given: Namespace) -> Answer:
         "path": checkpoint.path,
         "committed_at_s": None if manifest is None else manifest.committed_at_s,
         "nostall": None if manifest is None else manifest.version,
-        "metrics": metrics,
+        "metrics": plain_metrics(metrics),
         "damage": None if damage is None else damage.message,
         "items": [
             {name: value for name, value in asdict(item).items() if name != "key"} for item in items

@@ -25,6 +25,7 @@ from nostall._cli.output import (
     format_age,
     format_metrics,
     format_size,
+    plain_metrics,
     progress,
     table,
 )
@@ -133,7 +134,11 @@ def ls(given: Namespace) -> Answer:
         for each in found
     ]
     columns = f">step >size >files >age state {'metrics ' if has_metrics else ''}name"
-    return Answer([{**asdict(each), "step": each.step} for each in found], table(columns, rows))
+    plain = [
+        {**asdict(each), "step": each.step, "metrics": plain_metrics(each.metrics)}
+        for each in found
+    ]
+    return Answer(plain, table(columns, rows))
 
 
 def latest(given: Namespace) -> Answer:

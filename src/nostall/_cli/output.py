@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -134,6 +135,11 @@ def format_age(seconds: float) -> str:
         if seconds >= 2 * unit_s:
             return f"{seconds / unit_s:.0f} {name}"
     return f"{max(0, seconds):.0f} s"
+
+
+def plain_metrics(metrics: dict[str, float]) -> dict[str, float | None]:
+    """Metrics for JSON, which has no numbers that are not finite: they are null."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def format_metrics(metrics: dict[str, float]) -> str:
