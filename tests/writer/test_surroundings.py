@@ -11,17 +11,22 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 from nostall._engine import Engine
 from nostall._model.jobs import RankFailed, WriteJob
+from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from programs.surroundings import state
 from support import loaded
+from support.faults import writer_pids
 from support.states import blobs
 from support.trainers import PROGRAM, running, told
+from support.waiting import wait_until
 
 DEADLINE_S = 60.0
 
@@ -35,6 +40,23 @@ def expected(tmp_path: Path) -> Any:
     writer = FileSystemWriterAsync(tmp_path / "expected")
     dcp.save(state(), storage_writer=writer, no_dist=True)
     return blobs(tmp_path / "expected")
+
+
+def test_background_processes_have_names(tmp_path: Path) -> None:
+    """``top`` and ``ps`` tell them apart, and from the trainer."""
+    path = tmp_path / "step"
+    writer = FileSystemWriterAsync(path, local_staging_dir=tmp_path / "local")
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    with AsyncCallsQueue() as queue:
+        queue.schedule_async_request(AsyncRequest(torch.save, (state(), tmp_path / "file"), []))
+        queue.wait()
+        assert writer_pids()
+
+        def names() -> set[str]:
+            children = [child.pid for child in psutil.Process().children()]
+            return {Path(f"/proc/{pid}/comm").read_text().strip() for pid in children}
+
+        wait_until(lambda: names() >= {"nostall-writer", "nostall-worker", "nostall-tier"})
 
 
 # --- names of files -------------------------------------------------------------------------------

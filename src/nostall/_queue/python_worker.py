@@ -138,7 +138,7 @@ def serve(socket_fd: int, parent_pid: int) -> None:
     sock = socket.socket(fileno=socket_fd)
     calls: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sock, parent_pid, calls), daemon=True).start()
-    say_ready(sock, parent_pid)
+    say_ready(sock, parent_pid, "nostall-worker")
     while True:
         job, fd = calls.get()
         failure: Failure | None = None

@@ -49,8 +49,16 @@ def messages_from_parent(
         yield received
 
 
-def say_ready(sock: socket.socket, parent_pid: int) -> None:
-    """Tell the trainer that this process listens, unless another program started it."""
+def say_ready(sock: socket.socket, parent_pid: int, name: str = "nostall-writer") -> None:
+    """Tell the trainer that this process listens, unless another program started it.
+
+    Args:
+        sock: The connection to the trainer.
+        parent_pid: Process id of the trainer.
+        name: What ``top`` and ``ps`` show of this process, at most 15 characters.
+    """
+    with suppress(OSError), open("/proc/self/comm", "w") as comm:
+        comm.write(name)
     os.environ.pop(STARTED, None)  # this process is nostall's; what user code starts here may save
     if os.getppid() == parent_pid:
         with suppress(OSError):  # the trainer may be gone already

@@ -49,7 +49,7 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     """Serve one trainer until it closes the socket or ends; arguments as of the writer process."""
     ignore_signals(signal.SIGTERM)
     sock = socket.socket(fileno=socket_fd)
-    say_ready(sock, parent_pid)
+    say_ready(sock, parent_pid, "nostall-tier")
     if checksums_from:
         use_fastest_from(checksums_from)
     sending, roots = threading.Lock(), dict[str, _Root]()
