@@ -170,13 +170,15 @@ class Engine:
         self.removed.await_room(self.options.save_timeout_s)
         # The job owns the lease now: on an exception from outside, such as Ctrl-C, the caller
         # releases its own while the writer process may still read the memory.
-        lease = self.arena.adopt(lease)
+        leases = [self.arena.adopt(lease)]
 
         def finish(reports: list[RankReport]) -> RankReport:
-            lease.release()  # before the report: the memory is free when the caller has it
+            # Before the report: the memory is free when the caller has it. No reference stays, as
+            # this function is part of a cycle, and the arena may drop the block.
+            leases.pop().release()
             return joined(reports)
 
-        here = when_done([writer.submit(job, lease)], finish)
+        here = when_done([writer.submit(job, leases[0])], finish)
         return when_done([*after, here], joined) if after else here
 
     def writer(self) -> WriterProcess:

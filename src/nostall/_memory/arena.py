@@ -385,8 +385,13 @@ class Arena:
         """Free all unleased memory; leased blocks are freed when they are returned."""
         with self._lock:
             self._max_blocks = 0
-            free, self._free = self._free, []
             self._changed.notify_all()
+        self.trim()
+
+    def trim(self) -> None:
+        """Free all unleased memory; later leases reserve it again."""
+        with uninterruptible(), self._lock:
+            free, self._free = self._free, []
         self._drop_all(free)
 
     def _give_back(self, block: Block) -> None:
