@@ -10,12 +10,12 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,9 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from typing_extensions import Self
 
 from nostall._engine import default_engine
-from nostall._manager.choosing import agreed, choose_step
-from nostall._manager.contents import About, PerRank, capture, require_state
-from nostall._manager.lock import RootLock
+from nostall._manager.contents import About, PerRank, Restoration, Restored, capture, require_state
 from nostall._manager.policies import (
     Better,
     KeepBest,
@@ -33,20 +31,27 @@ from nostall._manager.policies import (
     KeepLatest,
     Policy,
     StepRecord,
-    best_first,
     better_of,
     policies_of,
 )
-from nostall._manager.restoring import Restoration
-from nostall._manager.retention import Records, Retention
-from nostall._manager.saves import FailingPlanner, PendingSaves, SaveHandle
-from nostall._manager.steps import StepDirectories, step_of
+from nostall._manager.retention import Activity, Retention
+from nostall._manager.saves import FailingPlanner, SaveHandle
+from nostall._manager.steps import RootLock, StepDirectories, step_of
+from nostall._model.interrupts import uninterrupted
 from nostall._queue.finalizing import together
+from nostall._ranks.failures import sendable
 from nostall._ranks.group import Coordination, coordination_for, require_members, require_numpy
 from nostall._storage.destination import place_of, require_directory, require_possible
-from nostall.errors import NostallError, OptionError, SaveTimeoutError
+from nostall._torch import wrap_exception
+from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.errors import NostallError, OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import require_integer
+from nostall.state_dict_saver import (
+    CheckpointMetadataCache,
+    save_state_dict_async_finalize,
+    save_state_dict_async_plan,
+)
 
 __all__ = [
     "CheckpointManager",
@@ -62,29 +67,8 @@ __all__ = [
 
 _log = logging.getLogger("nostall")
 _REMOVAL_S = 30.0
-_LOOK_AGAIN_S = 0.5
-_PREDECESSOR_S = 20.0
-"""For a job that is about to end, and still has the root."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """What :meth:`CheckpointManager.restore` has restored."""
-
-    step: int
-    metrics: Mapping[str, float]
-    state: MutableMapping[str, Any] = field(repr=False)
-    """The state that was passed, with the restored values."""
-    _extra: Callable[[], Any] = field(repr=False)
-
-    @property
-    def extra(self) -> Any:
-        """What this rank passed as ``extra``; rank 0's if fewer ranks have saved the step.
-
-        Raises:
-            OptionError: It needs a class that this program cannot import.
-        """
-        return self._extra()
+T = TypeVar("T")
 
 
 class CheckpointManager:
@@ -92,6 +76,11 @@ class CheckpointManager:
 
     As a context manager it commits pending saves when the block ends; after an exception as
     :class:`~nostall.core.AsyncCallsQueue` does.
+
+    Methods that look at storage raise ``ReadError`` if it refuses to answer, and
+    ``SaveTimeoutError`` if it does not within ``EngineOptions.save_timeout_s``. Collective ones
+    raise a ``CheckpointException`` on every rank if an earlier save has failed on some rank, unless
+    ``on_error`` is ``"warn"``; its step has no checkpoint then, or still the one that it had.
 
     Args:
         root: Directory of the steps' directories, ``step-000000100`` and so on; or an address in an
@@ -106,15 +95,13 @@ class CheckpointManager:
         alone: Whether this process is a job of its own, with its own root, although a launcher has
             set ``RANK`` and ``WORLD_SIZE``. Without effect once a process group is initialised;
             a group of one rank as ``process_group`` says the same then.
-        on_error: ``"warn"`` logs the error of a failed save as a warning, where ``"raise"`` raises
-            it from the next call of the manager. A handle's :meth:`SaveHandle.result` raises it
-            in both cases.
+        on_error: ``"raise"``; or ``"warn"``, by which the error of a failed save is a warning in
+            the log. A handle's :meth:`SaveHandle.result` raises it in both cases.
         storage_options: As of :class:`nostall.FileSystemWriterAsync`, for all of the manager.
 
     Raises:
         OptionError: An argument is not possible; or ``root`` is a step, or is, or is below, a
             regular file.
-        SaveTimeoutError: Storage does not tell which within ``EngineOptions.save_timeout_s``.
     """
 
     def __init__(
@@ -137,22 +124,29 @@ class CheckpointManager:
                 hint="pass what makes the writer of a directory, such as"
                 " partial(FileSystemWriterAsync, thread_count=4)",
             )
+        if on_error not in ("raise", "warn"):
+            raise OptionError(
+                f"on_error={on_error!r:.200} is not possible", hint='use "raise" or "warn"'
+            )
         policies = policies_of(keep)
         self._save_every = _interval_of(save_every)
         self._better = better_of(policies, metrics or {})
         require_possible(root)
         self._steps = StepDirectories(place_of(os.path.expanduser(root), storage_options))
         self._steps.look(self._require_root_of_steps)
-        self._records = Records(self._steps)
         self._lock = RootLock(self._steps.root)
         self._group = process_group
         self._is_alone = alone
         self._is_closed = False
         self._make_writer = writer
-        self._pending = PendingSaves(process_group, self._on_commit, on_error)
-        self._retention = Retention(
-            self._steps, self._records, policies, lambda: self._pending.activity
-        )
+        self._on_error = on_error
+        self._queue = AsyncCallsQueue(process_group=process_group)
+        self._cache = CheckpointMetadataCache()
+        self._handles: deque[SaveHandle] = deque()
+        """The save of each request, in order; and one that is being scheduled."""
+        self._own: list[int] = []
+        """The steps that this manager has committed, in this order."""
+        self._retention = Retention(self._steps, policies, self._activity)
         self._highest: int | None = None
         """The highest step that has a directory, as all ranks know; ``None`` before the lock."""
         self._saved_at_s = time.monotonic()
@@ -177,9 +171,7 @@ class CheckpointManager:
         Collective: call it after every step. With a time as ``save_every``, rank 0's clock decides.
 
         Raises:
-            CheckpointException: An earlier save failed on some rank; raised on every rank.
-            OptionError: The manager has no ``save_every``, or is closed; or another process of this
-                machine saves below the root.
+            OptionError: The manager has no ``save_every``, or cannot save, as in :meth:`save`.
         """
         coordination = self._ranks(to_save=True)
         if self._save_every is None:
@@ -214,35 +206,16 @@ class CheckpointManager:
             extra: Anything that can be pickled; each rank has its own.
 
         Raises:
-            CheckpointException: A rank could not plan this save; or an earlier save failed, and
-                this one has begun; raised on every rank. With several ranks also if a state or
-                metrics are not possible.
+            CheckpointException: A rank could not plan this save; with several ranks also if a
+                state or metrics are not possible. Or an earlier save failed; this one has begun.
             OptionError: Another argument is not possible, or one of these in a single process; the
                 manager is closed; a process group, or NumPy for it, is missing; or another process
                 of this machine saves below the root.
-            SaveTimeoutError: Storage does not answer rank 0; raised on every rank.
         """
         coordination = self._ranks(to_save=True)
         step = require_integer("step", step, at_least=0)
-        begin = partial(self._begin_save, coordination, step, state, metrics or {}, extra)
-        # Before anything is written. Several ranks learn of an error when they plan.
-        if coordination.world_size == 1:
+        if coordination.world_size == 1:  # several ranks learn of an error when they plan
             _validated(state, metrics or {})
-        try:
-            self.poll()
-        except CheckpointException:  # of an earlier save, which costs this one nothing
-            begin()
-            raise
-        return begin()
-
-    def _begin_save(
-        self,
-        coordination: Coordination,
-        step: int,
-        state: Mapping[str, Any],
-        metrics: Mapping[str, float],
-        extra: object,
-    ) -> SaveHandle:
         highest = self._take_root(coordination)
         # Other ranks may write as soon as they enter a save. So one of a step that may have a
         # directory waits until rank 0 removes nothing; the others need no communication.
@@ -254,12 +227,60 @@ class CheckpointManager:
         items: dict[str, Any] = {}
         planner = DefaultSavePlanner()
         try:
-            items = capture(state, step, _validated(state, metrics), extra, coordination.rank)
-        except Exception as error:  # also of users' objects; other ranks learn of it as they plan
+            numbers = _validated(state, metrics or {})
+            items = capture(state, step, numbers, extra, coordination.rank)
+        except Exception as error:  # also of users' objects
             planner = FailingPlanner(error)
-        handle = self._pending.start(step, writer, path, items, planner)
+        handle = SaveHandle(step, writer, path, self._wait)
+        self._start(handle, writer, items, planner)
         self._saved_at_s = time.monotonic()
+        self.poll()  # last, as the error of an earlier save costs this one nothing
         return handle
+
+    def _start(
+        self,
+        handle: SaveHandle,
+        writer: FileSystemWriterAsync,
+        items: dict[str, Any],
+        planner: DefaultSavePlanner,
+    ) -> None:
+        """Plan and schedule a save. Ctrl-C interrupts this when it is scheduled."""
+        with self._reported(), uninterrupted():
+            self._handles.append(handle)
+            try:
+                planned = save_state_dict_async_plan(
+                    items,
+                    writer,
+                    self._group,
+                    planner=planner,
+                    enable_cache=True,
+                    metadata_cache=self._cache,
+                )
+                save_fn, preload_fn, arguments = writer.get_save_function_and_args()
+                finalize: list[Callable[[], Any]] = [
+                    partial(save_state_dict_async_finalize, *planned),
+                    partial(self._note_committed, handle),
+                ]
+                request = AsyncRequest(save_fn, arguments, finalize, preload_fn=preload_fn)
+                self._queue.schedule_async_request(request)
+            except BaseException as error:  # passed on
+                if len(self._handles) > self._queue.pending:  # the queue does not have it
+                    self._handles.remove(handle)
+                    handle._outcome = error
+                raise
+
+    def _note_committed(self, handle: SaveHandle) -> None:
+        self._own.append(handle.step)  # first, as another thread may remove what is in neither
+        self._handles.remove(handle)
+        handle._outcome = "committed"
+        if coordination_for(self._group).is_coordinator:
+            self._retention.start()
+
+    def _activity(self) -> Activity:
+        """The steps that stay because of the saves; callable from any thread."""
+        in_flight = frozenset(handle.step for handle in tuple(self._handles))
+        own = tuple(self._own)
+        return Activity(2 if in_flight else 1, in_flight | set(own[-1:]), own)
 
     def _take_root(self, coordination: Coordination) -> int:
         """Lock the root, once, and remove what a crash has left; the highest step. Collective.
@@ -271,61 +292,36 @@ class CheckpointManager:
         return self._highest
 
     def _begin(self) -> int:
-        deadline_s = time.monotonic() + _PREDECESSOR_S
-        while True:
-            try:
-                self._steps.look(self._lock.take)
-                break
-            except OptionError:  # a predecessor that is about to end has some time for that
-                if time.monotonic() > deadline_s:
-                    raise
-            time.sleep(_LOOK_AGAIN_S)
+        self._steps.look(self._lock.take)
         self._retention.begin(self._steps.remove_unfinished)
-        self._wait_for_removal()
+        self._retention.wait()
         return max(self._steps.look(self._steps.listed), default=-1)
 
     def _before_replacing(self, step: int) -> None:
-        self._wait_for_removal()
+        self._retention.wait()
         if self._steps.look(partial(self._steps.committed_at_s, step)) is not None:
             _log.info("step %d is saved again; it will replace %s", step, self.path(step))
-
-    def _on_commit(self) -> None:
-        if coordination_for(self._group).is_coordinator:
-            self._retention.start()
-
-    def _wait_for_removal(self) -> None:
-        self._retention.wait(default_engine().options.save_timeout_s)
 
     def discard_after(self, step: int) -> None:
         """Remove all steps above a committed one: after ``restore(state, step)``, those of the
         abandoned run, which a restart would resume from. Waits for pending saves. Collective.
 
         Raises:
-            OptionError: ``step`` is not committed, or the manager cannot save below the root, for
-                the reasons of :meth:`save`.
+            OptionError: ``step`` is not committed, or the manager cannot save, as in :meth:`save`.
             WriteError: Storage refused, or another process of this machine reads one of the steps.
-            CheckpointException, SaveTimeoutError: As :meth:`wait`.
         """
         coordination = self._ranks(to_save=True)
         step = require_integer("step", step, at_least=0)
-        self._pending.wait(None)
+        self._wait(None)
         self._take_root(coordination)
-        agreed(coordination, partial(self._discard_after, step))
-
-    def _discard_after(self, step: int) -> None:
-        self._wait_for_removal()
-        self._steps.look(partial(self._retention.discard_after, step))
+        agreed(coordination, partial(self._retention.discard_after, step))
 
     # --- waiting ------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Commit the saves that all ranks have written, without waiting. Collective.
-
-        Raises:
-            CheckpointException: A save failed on some rank; raised on every rank, unless
-                ``on_error`` is ``"warn"``. Its step has no checkpoint, or still the one it had.
-        """
-        self._pending.poll()
+        """Commit the saves that all ranks have written, without waiting. Collective."""
+        with self._reported(), self._settled():
+            self._queue.poll()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves are committed or have failed. Collective.
@@ -338,13 +334,49 @@ class CheckpointManager:
                 ``EngineOptions.save_timeout_s``.
 
         Raises:
-            CheckpointException: A save failed on some rank; the first error, on every rank, after
-                all saves are done.
+            CheckpointException: The first error of a save, after all saves are done.
             SaveTimeoutError: Some rank was not done within ``timeout`` seconds; saves go on.
         """
-        self._pending.wait(timeout)
+        self._wait(timeout)
         if self._highest is not None and not self._is_closed:
             agreed(coordination_for(self._group), self._await_removal)
+
+    def _wait(self, timeout: float | None) -> None:
+        """Wait until nothing is scheduled; the first error is raised after all saves."""
+        first: CheckpointException | None = None
+        while before := self._queue.pending:
+            try:
+                with self._reported(), self._settled():
+                    self._queue.wait(timeout)
+            except CheckpointException as error:
+                if self._queue.pending == before:
+                    raise
+                first = first or error
+        if first is not None:
+            raise first
+
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        """A block that raises the error of a failed save, or logs it, as the caller has chosen."""
+        try:
+            yield
+        except CheckpointException as error:
+            if self._on_error == "raise":
+                raise
+            _log.warning("a save has failed; training goes on: %s", error)
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """After the block, fail the saves whose requests the queue no longer has."""
+        failure: BaseException = SaveAbortedError("the save was aborted", phase="write")
+        try:
+            yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            while len(self._handles) > self._queue.pending:
+                self._handles.popleft()._outcome = failure
 
     def _await_removal(self) -> None:
         try:
@@ -355,38 +387,31 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for all saves, and up to 30 s for the removal of steps. Idempotent. Collective.
 
-        The lock of the root is released: the manager can still look at steps and restore them, but
-        saves no more.
-
-        Raises:
-            CheckpointException: A save failed on some rank; later ones were finished.
+        The lock of the root is released, and snapshot memory that no save uses. The manager can
+        still look at steps and restore them, but saves no more.
         """
-        try:
-            self.wait()
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        """End the queue; saves that it still has are aborted."""
-        self._is_closed = True
-        self._pending.close()
-        self._await_removal()
-        try:
-            self._steps.look(self._lock.release)
-        except NostallError as error:  # the lock ends with the process; saves are not concerned
-            _log.warning("the lock of the root was not released: %s", error)
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
-            self.close()
-            return
         try:
-            self._pending.finish_after(kind, error, trace)
+            if error is None:
+                self.wait()
+            else:  # commits what can be committed
+                with self._settled():
+                    self._queue.__exit__(kind, error, trace)
         finally:
-            self._end()
+            self._is_closed = True
+            with self._settled():
+                self._queue._give_up()
+            default_engine().arena.trim()
+            self._await_removal()
+            try:
+                self._steps.look(self._lock.release)
+            except NostallError as failure:  # the lock ends with the process; saves are committed
+                _log.warning("the lock of the root was not released: %s", failure)
 
     # --- looking ------------------------------------------------------------------------------
 
@@ -395,21 +420,12 @@ class CheckpointManager:
         return self._steps.path(step)
 
     def all_steps(self) -> list[int]:
-        """The committed steps in ascending order, as this rank sees them now.
-
-        Raises:
-            ReadError: Storage refuses to answer.
-            SaveTimeoutError: It does not answer within ``EngineOptions.save_timeout_s``.
-        """
+        """The committed steps in ascending order, as this rank sees them now."""
         return self._steps.look(self._steps.committed)
 
     def latest_step(self) -> int | None:
-        """The highest committed step, as this rank sees it now; ``None`` without any.
-
-        Raises:
-            ReadError, SaveTimeoutError: As :meth:`all_steps`.
-        """
-        return self._steps.look(self._steps.latest)
+        """The highest committed step, as this rank sees it now; ``None`` without any."""
+        return max(self.all_steps(), default=None)
 
     def best_step(self, metric: str | None = None) -> int | None:
         """The committed step with the best value of a metric; ``None`` if no step has it.
@@ -419,7 +435,6 @@ class CheckpointManager:
 
         Raises:
             OptionError: It is not known which value of this metric is better.
-            ReadError, SaveTimeoutError: As :meth:`all_steps`.
         """
         if metric is None and len(self._better) == 1:
             (metric,) = self._better
@@ -428,8 +443,8 @@ class CheckpointManager:
                 f"metric={metric!r} is not one of {sorted(self._better)}",
                 hint='name it in metrics={"loss": "min"} of the manager',
             )
-        records = self._steps.look(partial(self._records.read, with_files=True))
-        return next(iter(best_first(records, metric, self._better[metric])), None)
+        records = self._steps.look(partial(self._retention.records, with_files=True))
+        return next(iter(KeepBest(1, metric, self._better[metric]).keeps(records)), None)
 
     # --- restoring ----------------------------------------------------------------------------
 
@@ -463,8 +478,7 @@ class CheckpointManager:
             What was restored; ``None`` if there is no committed step to restore by default.
 
         Raises:
-            ReadError: The step is not committed; or storage refuses to answer.
-            SaveTimeoutError: It does not answer rank 0 within ``EngineOptions.save_timeout_s``.
+            ReadError: The step is not committed.
             UnknownMetadataError: ``step``, or one of several of which none can be restored, is not
                 understood.
             DamagedCheckpointError: ``step`` is damaged, holds another step than its name says, or
@@ -477,23 +491,22 @@ class CheckpointManager:
         require_state(state)
         step = None if step is None else require_integer("step", step, at_least=0)
         coordination = self._ranks()
-        self._pending.wait(None)
+        self._wait(None)
         with ExitStack() as hold:
-            about = agreed(coordination, partial(self._choose, step, hold, verify=verify))
+            about = agreed(coordination, partial(self._choose, step, hold, deep=verify))
             if about is None:
                 return None
             with together(coordination):
                 path = self._steps.path(about.step)
                 restoration = Restoration(state, about, path, coordination)
             restoration.load(self._group)
-            self._pending.reuse(restoration.metadata)
+            self._cache.set_cached_global_metadata(restoration.metadata)
         with together(coordination):
-            extra = restoration.finish(rng=rng)
-        return Restored(step=about.step, metrics=about.metrics, state=state, _extra=extra)
+            return restoration.finish(rng=rng)
 
-    def _choose(self, step: int | None, hold: ExitStack, *, verify: bool) -> About | None:
-        self._wait_for_removal()
-        return choose_step(self._steps, step, hold, deep=verify)
+    def _choose(self, step: int | None, hold: ExitStack, *, deep: bool) -> About | None:
+        self._retention.wait()
+        return self._steps.choose(step, hold, deep=deep)
 
     def _ranks(self, *, to_save: bool = False) -> Coordination:
         """The ranks of the job, known by now; required not to be closed if it is ``to_save``."""
@@ -503,16 +516,44 @@ class CheckpointManager:
                 path=self._steps.root,
                 hint="make a new CheckpointManager: another job may save below this root by now",
             )
-        if not self._is_alone:
-            _require_group(self._steps.root)
+        rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+        is_of_several = rank is not None and size.isdecimal() and int(size) > 1
+        has_group = dist.is_available() and dist.is_initialized()
+        if is_of_several and not (self._is_alone or has_group):
+            # Each would take itself for the whole job, and remove the steps of the others.
+            raise OptionError(
+                f"this is RANK={rank} of WORLD_SIZE={size}, and no process group is initialised",
+                path=self._steps.root,
+                hint="call torch.distributed.init_process_group() first; or pass alone=True if each"
+                " process has a root of its own",
+            )
         return coordination_for(self._group)
 
 
+def agreed(coordination: Coordination, decide: Callable[[], T]) -> T:
+    """What ``decide`` returns or raises on rank 0, on every rank. Collective."""
+    outcome: tuple[Any, BaseException | None] | None = None
+    if coordination.is_coordinator:
+        try:
+            outcome = decide(), None
+        except Exception as error:  # raised on every rank
+            outcome = None, sendable(wrap_exception(error))[0]
+    result, failure = coordination.broadcast(outcome)
+    if failure is not None:
+        raise failure
+    return result  # type: ignore[no-any-return]  # of type T
+
+
 def _validated(state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics as numbers, once they, the state, and a later restore are possible."""
+    """The metrics as Python numbers, once they, the state, and a later restore are possible."""
     require_numpy()  # before a job trains for what it could not restore
     require_state(state)
-    return _numbers_of(metrics)
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (ArithmeticError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise OptionError(
+            f"metrics={metrics!r:.200} is not possible: {error}", hint='use {"loss": 0.5}'
+        ) from error
 
 
 def _interval_of(save_every: int | timedelta | None) -> int | timedelta | None:
@@ -524,30 +565,3 @@ def _interval_of(save_every: int | timedelta | None) -> int | timedelta | None:
     except OptionError as error:
         hint = f"{error.hint}; or a time, such as datetime.timedelta(minutes=10)"
         raise OptionError(error.message, hint=hint) from None
-
-
-def _numbers_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics as Python numbers, also from NumPy and from tensors of one element."""
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (ArithmeticError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise OptionError(
-            f"metrics={metrics!r:.200} is not possible: {error}", hint='use {"loss": 0.5}'
-        ) from error
-
-
-def _require_group(root: str) -> None:
-    """Require a process group where a launcher such as torchrun has started several processes.
-
-    Each would take itself for the whole job otherwise, and remove the steps of the others.
-    """
-    if dist.is_available() and dist.is_initialized():
-        return
-    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
-    if rank is not None and size.isdecimal() and int(size) > 1:
-        raise OptionError(
-            f"this is RANK={rank} of WORLD_SIZE={size}, and no process group is initialised",
-            path=root,
-            hint="call torch.distributed.init_process_group() first; or pass alone=True if each"
-            " process has a root of its own",
-        )

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 
 import nostall
 from nostall import CheckpointManager, KeepBest, KeepEvery, KeepLatest, PerRank
+from nostall._engine import default_engine
 from nostall._manager.contents import About, read_about
 from nostall._manager.steps import StepDirectories, held
 from nostall.core import abort_all
@@ -132,7 +133,7 @@ def test_the_first_save_after_a_resume_reuses_its_plan(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as resumed:
         resumed.restore(numbered(0))
         saved(resumed, 2)
-        assert resumed._pending._cache.verified_loaded
+        assert resumed._cache.verified_loaded
         assert nostall.verify(resumed.path(2)).ok
 
 
@@ -759,7 +760,7 @@ def test_the_save_after_a_failed_one_is_made(
     manager = CheckpointManager(tmp_path, save_every=1, on_error=on_error)
     with inject(Fault.errno("chunk", errno.ENOSPC)):
         failing = manager.save(1, numbered(1))
-        wait_until(manager._pending._queue._calls[0].outcome.done)
+        wait_until(manager._queue._calls[0].outcome.done)
     reported = []
     for step in (2, 3):
         try:
@@ -839,6 +840,25 @@ def test_leaving_the_block_commits(tmp_path: Path) -> None:
         manager.save(1, numbered(1))
         raise ZeroDivisionError
     assert CheckpointManager(tmp_path).all_steps() == [1]
+
+
+def resident_nbytes() -> int:
+    """Memory of this process, snapshots among it."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    (rss,) = [line.split()[1] for line in lines if line.startswith("Rss:")]
+    return int(rss) * 1024
+
+
+def test_closing_gives_snapshot_memory_back(tmp_path: Path) -> None:
+    """To the system; a later save of the process reserves it again."""
+    state = {"weight": torch.ones(16 << 20)}
+    for step in (1, 2):
+        manager = CheckpointManager(tmp_path)
+        manager.save(step, state).result()
+        held = resident_nbytes()
+        manager.close()
+        assert resident_nbytes() < held - state["weight"].nbytes // 2
+    assert default_engine().arena.reserved_nbytes == 0
 
 
 def test_an_abort_from_elsewhere_fails_the_save(tmp_path: Path) -> None:
@@ -978,7 +998,8 @@ def test_steps_that_no_policy_keeps_are_removed(tmp_path: Path) -> None:
         for step, loss in enumerate((0.9, 0.1, 0.5, 0.4, 0.3, 0.2, 0.3, 0.4, 0.5), start=1):
             saved(manager, step, metrics={"loss": loss})
     assert manager.all_steps() == [2, 4, 8, 9]
-    assert sorted(os.listdir(tmp_path)) == [NAMES % step for step in (2, 4, 8, 9)]
+    left = sorted(os.listdir(tmp_path))
+    assert left == [".nostall.lock", *(NAMES % step for step in (2, 4, 8, 9))]
 
 
 def test_two_steps_stay_while_a_save_is_under_way(tmp_path: Path) -> None:
@@ -1152,9 +1173,9 @@ def test_a_wait_also_waits_for_removal(tmp_path: Path) -> None:
     """What is listed after it stays until the next save."""
     remove = StepDirectories.remove
 
-    def slow(steps: StepDirectories, step: int) -> None:
+    def slow(steps: StepDirectories, step: int) -> bool:
         Event().wait(0.3)
-        remove(steps, step)
+        return remove(steps, step)
 
     with (
         patch.object(StepDirectories, "remove", slow),

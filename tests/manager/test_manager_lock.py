@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from pathlib import Path
 from threading import enumerate as enumerate_threads
-from time import monotonic
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -21,12 +20,12 @@ import pytest
 import torch
 
 from nostall import CheckpointManager
-from nostall import manager as manager_module
-from nostall._manager import lock
+from nostall._manager import steps
+from nostall._manager.steps import LOCK_NAME, RootLock
 from nostall.errors import OptionError
 from support import loaded
 from support.faults import Hold, inject
-from support.waiting import AwayOs, wait_until
+from support.waiting import wait_until
 
 DEADLINE_S = 60
 STATE = {"weight": torch.ones(3)}
@@ -42,7 +41,7 @@ sys.stdin.read()
 def locks_held(root: Path) -> list[str]:
     """Lock files of a root that this process has open, removed ones included."""
     opened = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
-    return [path for path in opened if path.startswith(str(root / lock.NAME))]
+    return [path for path in opened if path.startswith(str(root / LOCK_NAME))]
 
 
 @contextmanager
@@ -60,51 +59,23 @@ def other_job(root: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 def is_told_of_this_process(root: Path) -> bool:
     """Whether another job, which saves below the root, learns that this process does."""
-    hurry = "import nostall.manager; nostall.manager._PREDECESSOR_S = 0.1\n"
-    saving = [*loaded.python(), "-c", hurry + OTHER_JOB, str(root)]
+    saving = [*loaded.python(), "-c", OTHER_JOB, str(root)]
     run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
     return f"another process saves below this root: pid {os.getpid()}" in run.stderr
 
 
-def test_a_second_job_is_an_error_until_the_first_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_job_is_an_error_until_the_first_is_killed(tmp_path: Path) -> None:
     """It may restore, though; the error names the process. Its lock dies with it."""
     with other_job(tmp_path) as other:
         manager = CheckpointManager(tmp_path, save_every=1000)  # told long before that
         assert manager.restore(dict(STATE)) is not None
-        monkeypatch.setattr("nostall.manager._PREDECESSOR_S", 0.1)  # it does not end by itself
         for call in (lambda: manager.save(2, STATE), lambda: manager.should_save(1)):
             with pytest.raises(OptionError, match=f"another process saves .* pid {other.pid}"):
                 call()
         other.kill()
     manager.save(2, STATE)
     manager.close()
-    assert sorted(os.listdir(tmp_path)) == ["step-000000001", "step-000000002"]
-
-
-@pytest.mark.parametrize("call", ["save", "should_save"])
-def test_a_job_that_is_about_to_end_is_waited_for(tmp_path: Path, call: str) -> None:
-    """As after a preemption; whichever call of the next job comes first."""
-    with other_job(tmp_path) as other:
-        manager = CheckpointManager(tmp_path, save_every=1000)
-        looks = 0
-
-        def sleep(_: float) -> None:
-            nonlocal looks
-            looks += 1
-            other.communicate(timeout=DEADLINE_S)  # it ends
-
-        with patch.object(
-            manager_module, "time", SimpleNamespace(monotonic=monotonic, sleep=sleep)
-        ):
-            if call == "save":
-                manager.save(2, STATE)
-            else:
-                assert not manager.should_save(1)
-        assert looks == 1
-    manager.save(3, STATE)
-    manager.close()
+    assert sorted(os.listdir(tmp_path)) == [LOCK_NAME, "step-000000001", "step-000000002"]
 
 
 def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
@@ -115,7 +86,8 @@ def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
     second.close()
     assert is_told_of_this_process(tmp_path)
     first.close()
-    assert not (tmp_path / ".nostall.lock").exists()
+    with other_job(tmp_path):
+        assert not locks_held(tmp_path)
 
 
 @pytest.mark.parametrize("point", ["open", "fsync"])
@@ -147,7 +119,7 @@ def test_what_another_name_leads_to_is_not_changed(tmp_path: Path, kind: str) ->
     root, notes = tmp_path / "root", tmp_path / "notes"
     root.mkdir()
     notes.write_text("of the user")
-    link = root / lock.NAME
+    link = root / LOCK_NAME
     match kind:
         case "symbolic link":
             link.symlink_to(notes)
@@ -174,18 +146,18 @@ def test_a_lock_file_of_another_user_is_not_written_to(tmp_path: Path) -> None:
         root = tmp_path / str(owner)
         root.mkdir()
         os.chown(root, owner, -1)
-        (root / lock.NAME).touch()
-        os.chown(root / lock.NAME, 12345, -1)
+        (root / LOCK_NAME).touch()
+        os.chown(root / LOCK_NAME, 12345, -1)
         with CheckpointManager(root) as manager:
             manager.save(1, STATE).result()
-            assert (root / lock.NAME).stat().st_uid == kept
+            assert (root / LOCK_NAME).stat().st_uid == kept
 
 
 def test_the_lock_outlasts_reading_and_copying_the_root(tmp_path: Path) -> None:
     """In the process that has it, which may also back its root up."""
     manager = CheckpointManager(tmp_path / "root")
     manager.save(1, STATE).result()
-    (tmp_path / "root" / lock.NAME).read_bytes()
+    (tmp_path / "root" / LOCK_NAME).read_bytes()
     shutil.copytree(tmp_path / "root", tmp_path / "copy")
     assert is_told_of_this_process(tmp_path / "root")
     manager.close()
@@ -202,7 +174,8 @@ def test_the_lock_outlasts_a_manager_of_another_name_of_the_root(tmp_path: Path)
     second.close()
     assert is_told_of_this_process(root)
     first.close()
-    assert not (root / lock.NAME).exists()
+    with other_job(root):
+        assert not locks_held(root)
 
 
 def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
@@ -218,7 +191,7 @@ if os.fork() == 0:
 signal.pause()
 """
     with subprocess.Popen(
-        [*loaded.python(), "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == b"here\n"
@@ -245,23 +218,11 @@ def test_a_root_that_was_made_again_is_locked_for_all_its_managers(tmp_path: Pat
     subprocess.run(saving, input="", capture_output=True, text=True, check=True)
 
 
-def test_a_lock_is_released_although_its_file_cannot_be_looked_at(tmp_path: Path) -> None:
-    """Another job may save; the file that stays is used again."""
-    manager = CheckpointManager(tmp_path)
-    manager.save(1, STATE).result()
-    with patch.object(lock, "os", AwayOs("stat", lock.NAME)):
-        manager.close()
-    assert not locks_held(tmp_path)
-    saving = [*loaded.python(), "-c", OTHER_JOB, str(tmp_path)]
-    subprocess.run(saving, input="", capture_output=True, text=True, check=True)
-    assert (tmp_path / lock.NAME).exists()
-
-
 def test_a_forked_child_has_no_locks(tmp_path: Path) -> None:
     """Closing the manager there neither waits for a thread of the parent nor ends its lock."""
     manager = CheckpointManager(tmp_path)
     manager.save(1, STATE).result()
-    with lock._process.changing:
+    with RootLock._changing:
         child = os.fork()
         if child == 0:
             signal.alarm(DEADLINE_S)
@@ -278,7 +239,7 @@ def test_a_forked_child_has_no_locks(tmp_path: Path) -> None:
 def locking_raises(error: OSError) -> AbstractContextManager[object]:
     """For the lock of a root, not for other users of ``flock``."""
     refusing = SimpleNamespace(LOCK_EX=0, LOCK_NB=0, flock=Mock(side_effect=error))
-    return patch.object(lock, "fcntl", refusing)
+    return patch.object(steps, "fcntl", refusing)
 
 
 def test_a_file_system_without_locks_is_a_warning(

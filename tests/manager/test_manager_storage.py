@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from nostall import CheckpointManager, KeepLatest
-from nostall._manager import lock, steps
+from nostall._manager import steps
 from nostall._storage import posix, posix_files
 from nostall.errors import OptionError, ReadError, SaveTimeoutError, UnknownMetadataError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -95,8 +95,8 @@ def test_closing_does_not_wait_for_storage_for_ever(
     """Saves are committed by then: a lock that cannot be released is a warning."""
     manager = CheckpointManager(tmp_path)
     manager.save(1, numbered(1)).result(60)
-    storage = HangingOs("unlink", ".nostall.lock")
-    with patch.object(lock, "os", storage), impatient():
+    storage = HangingOs("close", steps.LOCK_NAME)
+    with patch.object(steps, "os", storage), impatient():
         try:
             error = error_of(manager.close)
         finally:

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import nostall
 from nostall import CheckpointManager, KeepLatest, PerRank, _torch
-from nostall._manager import choosing, steps
+from nostall import manager as manager_module
+from nostall._manager import steps
 from nostall._storage import posix_files
 from nostall.errors import NostallError
 from nostall.options import EngineOptions
@@ -249,7 +250,7 @@ def closed(out: Path) -> Facts:
     has_looked = threading.Event()
 
     def allow() -> None:
-        wait_until(lambda: has_looked.is_set() or stands_in(main, choosing.agreed))
+        wait_until(lambda: has_looked.is_set() or stands_in(main, manager_module.agreed))
         (out / "may remove").touch()
 
     def remove(path: str) -> None:
@@ -473,7 +474,7 @@ def _going_on(out: Path, how: Any) -> Facts:
     manager = CheckpointManager(out, save_every=1, on_error=how)
     with inject(*([Fault.errno("chunk", 28)] if rank == 1 else [])):
         handle = manager.save(1, state)
-        wait_until(manager._pending._queue._calls[0].outcome.done)
+        wait_until(manager._queue._calls[0].outcome.done)
 
     def save(step: int) -> None:
         dist.barrier()

@@ -1,4 +1,4 @@
-"""What a step holds besides the tensors of the state, and how it gets there.
+"""The items of a step besides the tensors of the state: how they are saved, and restored.
 
 Two items are added to the state, so that they are committed with it:
 
@@ -25,22 +25,25 @@ import logging
 import pickle
 import random
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from torch.utils.data import DataLoader
 
 from nostall import _torch
-from nostall._read.objects import loaded_safely
-from nostall._storage.places import storage_at
+from nostall._ranks.group import Coordination, require_numpy
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import DamagedCheckpointError, OptionError, UnknownMetadataError
+from nostall.loading import load
 
 _log = logging.getLogger("nostall")
 
@@ -123,40 +126,36 @@ def capture(
             exact[key] = _pickled(value.stateful.state_dict(), {}, what)
             continue
         items[key] = value.state_dict() if isinstance(value, Stateful) else value
-        if _is_exact(value, items[key]):
-            exact[key] = _pickled(items[key], {key: items[key]}, what)
-        parameters = parameters_of(value)
+        if isinstance(value, torch.nn.Module) or not isinstance(value, Stateful | dict | list):
+            continue  # loaded into its present structure
+        flat, paths = _torch.flatten_state_dict({key: items[key]})
+        is_optimizer = isinstance(value, torch.optim.Optimizer)
+        if is_optimizer or not any(map(_is_distributed, flat.values())):
+            exact[key] = _pickled(items[key], flat, what)
+        parameters = _parameters_of(value)
         if rank == 0 and any(isinstance(each, DTensor) for each in parameters):
-            placements = {**(placements or {}), **_placed_otherwise(key, items[key], parameters)}
+            placements = {**(placements or {}), **_placed_otherwise(flat, paths, parameters)}
     own = {"extra": _pickled(extra, {}, f"step {step}: extra"), "rng": rng_states()}
-    items[key_of_rank(rank)] = _as_tensor(pickle.dumps({**own, "objects": exact}))
+    items[_key_of_rank(rank)] = _as_tensor(pickle.dumps({**own, "objects": exact}))
     if rank == 0:
         about = {"format": _FORMAT, "step": step, "metrics": metrics, "exact": sorted(exact)}
         items[ABOUT] = _as_tensor(json.dumps({**about, "placements": placements}).encode())
     return items
 
 
-def _is_exact(value: object, state: object) -> bool:
-    """Whether an object gets exactly what it returned, instead of its present structure."""
-    if not isinstance(value, Stateful | dict | list) or isinstance(value, torch.nn.Module):
-        return False
-    if isinstance(value, torch.optim.Optimizer):
-        return True
-    leaves = _torch.flatten_state_dict({"": state})[0].values()
-    return not any(
-        isinstance(leaf, _torch.ShardedTensor)
-        or (isinstance(leaf, torch.Tensor) and _torch.says_its_place(leaf))
-        for leaf in leaves
+def _is_distributed(leaf: object) -> bool:
+    return isinstance(leaf, _torch.ShardedTensor) or (
+        isinstance(leaf, torch.Tensor) and _torch.says_its_place(leaf)
     )
 
 
-def parameters_of(value: object) -> list[torch.Tensor]:
+def _parameters_of(value: object) -> list[torch.Tensor]:
     """An optimizer's parameters in the order in which its state numbers them; else none."""
     groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
     return [each for group in groups for each in group["params"]]
 
 
-def parameter_at(path: tuple[Any, ...], parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _parameter_at(path: tuple[Any, ...], parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The parameter to which an optimizer's tensor at ``(key, "state", number, name)`` belongs."""
     if path[1:2] != ("state",) or len(path) < 4 or not str(path[2]).isdecimal():
         return None
@@ -164,13 +163,14 @@ def parameter_at(path: tuple[Any, ...], parameters: Sequence[torch.Tensor]) -> t
     return parameters[number] if number < len(parameters) else None
 
 
-def _placed_otherwise(key: str, state: object, parameters: Sequence[torch.Tensor]) -> Placements:
+def _placed_otherwise(
+    flat: Mapping[str, Any], paths: Mapping[str, Any], parameters: Sequence[torch.Tensor]
+) -> Placements:
     """The placements of distributed tensors that are not placed as their parameters are."""
-    flat, paths = _torch.flatten_state_dict({key: state})
     found: Placements = {}
     for name, each in flat.items():
         if isinstance(each, DTensor):
-            of_parameter = parameter_at(paths[name], parameters)
+            of_parameter = _parameter_at(paths[name], parameters)
             like = [getattr(of_parameter, what, None) for what in ("shape", "placements")]
             if like != [each.shape, each.placements]:
                 usual = all(type(place) in (Shard, Replicate) for place in each.placements)
@@ -179,7 +179,7 @@ def _placed_otherwise(key: str, state: object, parameters: Sequence[torch.Tensor
     return found
 
 
-def key_of_rank(rank: int) -> str:
+def _key_of_rank(rank: int) -> str:
     """The name of a rank's own item."""
     return f"nostall.rank-{rank}"
 
@@ -191,11 +191,15 @@ def _as_tensor(content: bytes) -> torch.Tensor:
 
 def _pickled(content: object, named: Mapping[str, Any], what: str) -> bytes:
     """A pickle in which the tensors of ``named`` are references to items of these names."""
-    flat, _ = _torch.flatten_state_dict(dict(named))
-    names = {id(leaf): name for name, leaf in flat.items() if isinstance(leaf, torch.Tensor)}
+    names = {id(leaf): name for name, leaf in named.items() if isinstance(leaf, torch.Tensor)}
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> str | None:
+            return names.get(id(value)) if isinstance(value, torch.Tensor) else None
+
     stream = io.BytesIO()
     try:
-        _Pickler(stream, names).dump(content)
+        Pickler(stream).dump(content)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a user's object raises
@@ -205,15 +209,6 @@ def _pickled(content: object, named: Mapping[str, Any], what: str) -> bytes:
             cause=error,
         ) from None
     return stream.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, stream: io.BytesIO, names: Mapping[int, str]) -> None:
-        super().__init__(stream)
-        self._names = names
-
-    def persistent_id(self, value: Any) -> str | None:
-        return self._names.get(id(value)) if isinstance(value, torch.Tensor) else None
 
 
 # --- random number generators ---------------------------------------------------------------------
@@ -268,23 +263,16 @@ class About:
 
 
 def read_about(directory: str) -> About | None:
-    """The description of a step; ``None`` if it has none.
-
-    Reads the metadata and that item, without torch's load planner: its global switch of naming
-    would disturb a save on another thread.
-    """
-    reader = CachedMetadataFileSystemReader(directory, cache_metadata=False)
-    places = reader.shared_metadata().storage_data
-    place = None if places is None else places.get(MetadataIndex(ABOUT, torch.Size([0])))
-    if place is None:
-        return None
-    files = storage_at(directory)
-    with closing(files.open(place.relative_path)) as source:
-        content = bytearray(place.length)
-        source.read_into(place.offset, memoryview(content))
+    """The description of a step, which is read alone; ``None`` if it has none."""
     try:
-        tensor = loaded_safely(io.BytesIO(content))
-        plain = json.loads(bytes(tensor.tolist()))
+        saved = CachedMetadataFileSystemReader(directory).shared_metadata().state_dict_metadata
+        if ABOUT not in saved:
+            return None
+        content = _content_of(directory, saved, ABOUT)
+    finally:  # a step is described once, and metadata may be large
+        CachedMetadataFileSystemReader.clear_metadata_cache(directory)
+    try:
+        plain = json.loads(content)
         if plain["format"] == _FORMAT:
             return About(
                 step=int(plain["step"]),
@@ -292,13 +280,11 @@ def read_about(directory: str) -> About | None:
                 exact=frozenset(map(str, plain["exact"])),
                 placements=plain["placements"],
             )
-    except (ImportError, MemoryError):  # of this environment
-        raise
     except Exception as error:  # the bytes may be anything
         raise DamagedCheckpointError(
             f"the description of the step is damaged ({type(error).__name__})",
             phase="read",
-            path=files.where(place.relative_path),
+            path=directory,
             hint=f"`nostall verify {directory}` lists all damage",
         ) from error
     raise UnknownMetadataError(
@@ -307,3 +293,215 @@ def read_about(directory: str) -> About | None:
         path=directory,
         hint="restore it with the version of nostall that saved it",
     )
+
+
+def _content_of(directory: str, saved: Mapping[str, Any], name: str) -> bytearray:
+    """The bytes of an item."""
+    entry = saved.get(name)
+    if not isinstance(entry, TensorStorageMetadata):
+        what = f"the step has no item {name!r}"
+        raise DamagedCheckpointError(what, phase="read", path=directory)
+    content = bytearray(entry.size.numel())
+    load({name: torch.frombuffer(content, dtype=torch.uint8)}, directory, verify="crc", threads=1)
+    return content
+
+
+# --- restoring ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """A step that :meth:`CheckpointManager.restore` has restored."""
+
+    step: int
+    metrics: Mapping[str, float]
+    state: MutableMapping[str, Any] = field(repr=False)
+    """The state that was passed, with the restored values."""
+    _extra: Callable[[], Any] = field(repr=False)
+
+    @property
+    def extra(self) -> Any:
+        """What this rank passed as ``extra``; rank 0's if fewer ranks have saved the step.
+
+        Raises:
+            OptionError: It needs a class that this program cannot import.
+        """
+        return self._extra()
+
+
+class Restoration:
+    """Restores a state from one step; its metadata and this rank's own item are read at once."""
+
+    def __init__(
+        self, state: MutableMapping[str, Any], about: About, path: str, coordination: Coordination
+    ) -> None:
+        require_numpy()
+        self._state = state
+        self._about = about
+        self._path = path
+        self._rank, self._world_size = coordination.rank, coordination.world_size
+        self.metadata = CachedMetadataFileSystemReader(path).read_metadata()
+        self._saved = self.metadata.state_dict_metadata
+        self._has_own = _key_of_rank(self._rank) in self._saved
+        own = _key_of_rank(self._rank if self._has_own else 0)
+        self._own = pickle.loads(_content_of(path, self._saved, own))
+        self._items: dict[str, Any] = {}
+        """The state dict to load into."""
+        paths: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
+        for name, path_of_item in (self.metadata.planner_data or {}).items():
+            paths[path_of_item[0]].append((name, path_of_item))
+        for key, value in state.items():
+            if isinstance(value, PerRank):
+                self._require_own(key)
+                continue
+            present = value.state_dict() if isinstance(value, Stateful) else value
+            if key not in about.exact:
+                self._items[key] = present
+                continue
+            flat, _ = _torch.flatten_state_dict({key: present})
+            parameters = _parameters_of(value)
+            for name, path_of_item in paths[key]:
+                entry = self._saved.get(name)
+                if isinstance(entry, TensorStorageMetadata):
+                    parameter = _parameter_at(path_of_item, parameters)
+                    self._items[name] = self._target(key, name, flat.get(name), entry, parameter)
+
+    def _require_own(self, key: str) -> None:
+        if _key_of_rank(self._world_size) in self._saved and self._rank == 0:
+            what = "%r was saved by more ranks than restore it: the others' state is lost: path=%s"
+            _log.warning(what, key, self._path)
+        if not self._has_own:
+            raise OptionError(
+                f"the state of {key!r} differs between ranks, and fewer ranks have saved it",
+                phase="read",
+                path=self._path,
+                hint="restore it on as many ranks, or leave it out",
+            )
+        if key not in self._about.exact:
+            raise OptionError(f"the step has no state of {key!r} per rank", hint="leave it out")
+
+    def _target(
+        self,
+        key: str,
+        name: str,
+        present: object,
+        entry: TensorStorageMetadata,
+        parameter: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The tensor of an exact object to load an item into: the present one, or a new one."""
+        size, dtype, known = entry.size, entry.properties.dtype, self._about.placements
+        if (
+            isinstance(present, torch.Tensor)
+            and present.dtype == dtype
+            and _torch.global_size(present) == size
+        ):
+            return present
+        if isinstance(parameter, DTensor) and known is not None and name in known:
+            places, mesh = known[name], parameter.device_mesh
+            if places is not None and len(places) == mesh.ndim:
+                placements = [Replicate() if each is None else Shard(each) for each in places]
+                return empty(size, dtype=dtype, device_mesh=mesh, placements=placements)
+        elif parameter is not None and _torch.global_size(parameter) == size:
+            made = torch.empty_like(parameter, dtype=dtype)
+            is_part = type(made) is torch.Tensor and _torch.says_its_place(parameter)
+            return _torch.described_as(parameter, made) if is_part else made
+        elif not isinstance(parameter, DTensor) or known is not None or not size:
+            return torch.empty(size, dtype=dtype)
+        why = f"it is not known how {name} is to be distributed; let the optimizer take a step"
+        why += " first, or save and restore an object around get_state_dict"
+        raise self._does_not_fit(f"the object {key!r}", why)
+
+    def load(self, process_group: dist.ProcessGroup | None) -> None:
+        """Read the values; returns when all ranks have. Collective.
+
+        A state of this rank that does not fit is an ``OptionError``, before any value is read.
+        """
+        group = (process_group or dist.group.WORLD) if self._world_size > 1 else None
+        try:
+            load(self._items, self._path, trust=True, process_group=group)
+        except (OptionError, CheckpointException) as error:
+            own: BaseException | None = error
+            if isinstance(error, CheckpointException):
+                own, _ = error.failures.get(self._rank, (None, None))
+            if not isinstance(own, OptionError):
+                raise
+            why = own.message.removeprefix("the state does not fit: ")
+            raise self._does_not_fit("the state", why, error) from None
+
+    def _does_not_fit(self, what: str, why: str, cause: BaseException | None = None) -> OptionError:
+        return OptionError(
+            f"{what} does not fit step {self._about.step}: {why}",
+            phase="read",
+            path=self._path,
+            hint="restore into objects like those that were saved, leave keys out of the state, or"
+            " restore another step",
+            cause=cause,
+        )
+
+    def finish(self, *, rng: bool) -> Restored:
+        """Hand the loaded values to the objects of the state.
+
+        If an object refuses what was saved, objects before it have been changed.
+        """
+        restored = {
+            key: _unpickled(
+                self._own["objects"][key],
+                f"the object {key!r} of step {self._about.step}",
+                self._path,
+                self._items,
+            )
+            if key in self._about.exact
+            else self._items[key]
+            for key in self._state
+        }
+        for key, value in list(self._state.items()):
+            target = value.stateful if isinstance(value, PerRank) else value
+            if isinstance(target, Stateful):
+                try:
+                    target.load_state_dict(restored[key])
+                except Exception as error:  # of any object, such as one of the user's
+                    why = f"{type(error).__name__}: {error!s:.500}"
+                    raise self._does_not_fit(f"the object {key!r}", why, error) from None
+            else:
+                self._state[key] = _in_place(target, restored[key])
+        if rng and self._has_own:  # last, as objects may draw numbers
+            set_rng_states(self._own["rng"])
+        elif rng:
+            _log.warning(
+                "rank %d did not save step %d: random number generators keep their states: path=%s",
+                *(self._rank, self._about.step, self._path),
+            )
+        about, what = self._about, f"extra of step {self._about.step}"
+        extra = cache(partial(_unpickled, self._own["extra"], what, self._path, {}))
+        return Restored(step=about.step, metrics=about.metrics, state=self._state, _extra=extra)
+
+
+def _unpickled(content: bytes, what: str, path: str, tensors: Mapping[str, Any]) -> Any:
+    """The object in a pickle that refers to tensors by their names."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, name: Any) -> Any:
+            return tensors[name]
+
+    try:
+        return Unpickler(io.BytesIO(content)).load()
+    except (ImportError, AttributeError) as error:  # such as a class of the script that saved
+        raise OptionError(
+            f"{what} needs a class that cannot be imported: {error}",
+            phase="read",
+            path=path,
+            hint="define it in a module that both programs import, or leave the key out",
+            cause=error,
+        ) from None
+
+
+def _in_place(target: object, restored: object) -> object:
+    """A dictionary or list that holds what was saved, the present one if possible."""
+    if isinstance(target, dict) and isinstance(restored, dict) and target is not restored:
+        target.clear()
+        target.update(restored)
+        return target
+    if isinstance(target, list) and isinstance(restored, list):
+        target[:] = restored
+        return target
+    return restored

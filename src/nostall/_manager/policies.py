@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import ClassVar, Literal, Protocol
 
 from nostall.errors import OptionError
@@ -82,11 +81,18 @@ class KeepBest(Policy):
 
     def __post_init__(self) -> None:
         require_integer("n", self.n, at_least=1)
-        require_better(self.mode)
+        if self.mode not in ("min", "max"):
+            raise OptionError(f"mode={self.mode!r} is not possible", hint='use "min" or "max"')
 
     def keeps(self, records: Sequence[StepRecord]) -> Collection[int]:
         """The ``n`` best steps."""
-        return set(islice(best_first(records, self.metric, self.mode), self.n))
+        sign = 1.0 if self.mode == "min" else -1.0
+        values = [
+            (sign * record.metrics[self.metric], -record.step)
+            for record in records
+            if not math.isnan(record.metrics.get(self.metric, math.nan))
+        ]
+        return {-step for _, step in sorted(values)[: self.n]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,33 +151,16 @@ def reads_files(policy: Policy) -> bool:
     return not isinstance(policy, KeepLatest)
 
 
-def require_better(mode: object) -> None:
-    """Require that a mode is ``"min"`` or ``"max"``."""
-    if mode not in ("min", "max"):
-        raise OptionError(f"mode={mode!r} is not possible", hint='use "min" or "max"')
-
-
 def better_of(policies: Iterable[Policy], metrics: Mapping[str, Better]) -> dict[str, Better]:
     """Which value of a metric is better: as ``metrics`` says, or as all policies agree."""
     if not isinstance(metrics, Mapping):
         raise OptionError(f"metrics={metrics!r:.200} is not possible", hint='use {"loss": "min"}')
-    for mode in metrics.values():
-        require_better(mode)
+    for name, mode in metrics.items():
+        KeepBest(1, name, mode)  # refuses another mode
     best = [policy for policy in policies if isinstance(policy, KeepBest)]
     modes = {(policy.metric, policy.mode) for policy in best}
-    agreed = {name: mode for name, mode in modes if len([m for n, m in modes if n == name]) == 1}
+    agreed = {name: mode for name, mode in modes if [n for n, _ in modes].count(name) == 1}
     return {**agreed, **metrics}
-
-
-def best_first(records: Iterable[StepRecord], metric: str, mode: Better) -> list[int]:
-    """The steps that have the metric, the best first; of equal ones, the higher step first."""
-    sign = 1.0 if mode == "min" else -1.0
-    values = [
-        (sign * record.metrics[metric], -record.step)
-        for record in records
-        if not math.isnan(record.metrics.get(metric, math.nan))
-    ]
-    return [-step for _, step in sorted(values)]
 
 
 def unseen_metrics(policies: Iterable[Policy], records: Sequence[StepRecord]) -> list[str]:
@@ -205,13 +194,11 @@ def steps_to_keep(
             another run do not take their places: what policies keep of these alone stays, too.
     """
     steps = [record.step for record in records]
-    if not policies:
-        return set(steps)
-    own = frozenset(own)
-    mine = [record for record in records if record.step in own]
+    known = frozenset(own)
+    mine = [record for record in records if record.step in known]
     wanted = set(protected) | set(steps[-least:])
     for policy in policies:
         wanted.update(policy.keeps(records))
         if mine and mine[-1] is not records[-1]:
             wanted.update(policy.keeps(mine))
-    return wanted.intersection(steps)
+    return wanted.intersection(steps) if policies else set(steps)

@@ -8,11 +8,13 @@ a later pass removes.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
+from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._manager.policies import (
     Policy,
@@ -22,9 +24,9 @@ from nostall._manager.policies import (
     steps_to_keep,
     unseen_metrics,
 )
-from nostall._manager.steps import StepDirectories, held
+from nostall._manager.steps import StepDirectories
 from nostall._model.interrupts import is_done, uninterruptible
-from nostall._model.threads import start_apart
+from nostall._model.threads import run_apart
 from nostall.errors import (
     DamagedCheckpointError,
     OptionError,
@@ -37,33 +39,37 @@ _log = logging.getLogger("nostall")
 
 
 class Activity(NamedTuple):
-    """What a manager does at present."""
+    """The steps that stay at present, whatever the policies say; see :func:`steps_to_keep`."""
 
-    in_flight: frozenset[int]
-    """Steps of saves that are not committed and have not failed."""
+    least: int
+    protected: frozenset[int]
     own: tuple[int, ...]
-    """Steps that the manager has committed, in this order."""
-
-    @property
-    def least(self) -> int:
-        """How many committed steps stay, whatever the policies say."""
-        return 2 if self.in_flight else 1
-
-    @property
-    def protected(self) -> frozenset[int]:
-        """Steps that stay, whatever the policies say."""
-        return self.in_flight | set(self.own[-1:])
 
 
-class Records:
-    """Reads committed steps, and their files once."""
+class Retention:
+    """Reads committed steps, and removes those that ``policies`` do not keep.
 
-    def __init__(self, steps: StepDirectories) -> None:
+    Removals run one after the other, each on a thread.
+    """
+
+    def __init__(
+        self,
+        steps: StepDirectories,
+        policies: Sequence[Policy],
+        activity: Callable[[], Activity],
+    ) -> None:
         self._steps = steps
+        self._policies = policies
+        self._activity = activity
         self._known: dict[tuple[int, float], StepRecord] = {}
+        """Steps whose files were read."""
+        self._has_warned = False
+        self._last: Future[None] = Future()
+        """Done when nothing is being removed."""
+        self._last.set_result(None)
 
-    def read(self, *, with_files: bool) -> list[StepRecord]:
-        """The committed steps, in ascending order.
+    def records(self, *, with_files: bool) -> list[StepRecord]:
+        """The committed steps, in ascending order; the files of each are read once.
 
         Without their files they have no metrics, and the time of the metadata file, which a copy of
         the step does not have.
@@ -82,53 +88,45 @@ class Records:
         try:
             at_s = self._steps.manifest_time_s(step)
             about = read_about(self._steps.path(step))
-        except (DamagedCheckpointError, UntrustedMetadataError, FileNotFoundError) as error:
+        except (DamagedCheckpointError, UntrustedMetadataError, OSError) as error:
             if self._steps.committed_at_s(step) is not None:  # not removed meanwhile
-                path = self._steps.path(step)
-                _log.warning("the metrics of %s cannot be read: %s", path, error)
+                if isinstance(error, OSError):
+                    raise
+                _log.warning("the metrics of %s cannot be read: %s", self._steps.path(step), error)
         metrics = {} if about is None else about.metrics
         return StepRecord(step=step, committed_at_s=at_s, metrics=metrics)
 
-
-class Retention:
-    """Removes steps that ``policies`` do not keep, on a thread of its own."""
-
-    def __init__(
-        self,
-        steps: StepDirectories,
-        records: Records,
-        policies: Sequence[Policy],
-        activity: Callable[[], Activity],
-    ) -> None:
-        self._steps = steps
-        self._policies = policies
-        self._activity = activity
-        self._records = records
-        self._lock = threading.RLock()  # a signal's handler may save, too
-        self._has_warned = False
-        self._next: Callable[[], object] | None = None
-        self._idle: Future[None] = Future()
-        """Done when nothing is being removed."""
-        self._idle.set_result(None)
-
     def start(self) -> None:
-        """Begin a pass, or another one after the present one."""
+        """Begin a pass, after what is being removed."""
         if self._policies:
             self.begin(self.run_pass)
 
     def begin(self, work: Callable[[], object]) -> None:
-        """Begin to remove something, or do so after what is being removed."""
+        """Begin to remove something, after what is being removed."""
         with uninterruptible():
-            with self._lock:
-                self._next = work
-                if not is_done(self._idle):
-                    return
-                self._idle = Future()
-            start_apart("nostall-retention", self._run)
+            before, done = self._last, Future[None]()
+            with suppress(RuntimeError):  # no thread can be started, as at exit
+                run_apart("nostall-retention", partial(self._run, before, done, work))
+                self._last = done
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait until nothing is being removed; raises SaveTimeoutError after ``timeout_s``."""
-        if not is_done(self._idle, timeout_s):
+    def _run(self, before: Future[None], done: Future[None], work: Callable[[], object]) -> None:
+        before.result()
+        try:
+            work()
+        except Exception as error:  # nothing is lost; the next commit begins another pass
+            _log.warning("steps were not removed below %s: %s", self._steps.root, error)
+        finally:
+            done.set_result(None)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is being removed.
+
+        Raises:
+            SaveTimeoutError: After ``timeout_s``; ``None`` for ``EngineOptions.save_timeout_s``.
+        """
+        if timeout_s is None:
+            timeout_s = default_engine().options.save_timeout_s
+        if not is_done(self._last, timeout_s):
             raise SaveTimeoutError(
                 f"steps were not removed within {timeout_s:g} s",
                 phase="remove",
@@ -136,36 +134,17 @@ class Retention:
                 hint="storage hangs, or is slow to remove files",
             )
 
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                work, self._next = self._next, None
-                if work is None:
-                    self._idle.set_result(None)
-                    return
-            try:
-                work()
-            except Exception as error:  # nothing is lost; the next commit begins another pass
-                _log.warning("steps were not removed below %s: %s", self._steps.root, error)
-
     def run_pass(self) -> list[int]:
         """Remove what no policy keeps, lowest step first; the removed steps."""
-        records = self._records.read(with_files=any(map(reads_files, self._policies)))
-        activity = self._activity()
-        kept = steps_to_keep(
-            records,
-            self._policies,
-            least=activity.least,
-            protected=activity.protected,
-            own=activity.own,
-        )
+        records = self.records(with_files=any(map(reads_files, self._policies)))
+        kept = steps_to_keep(records, self._policies, **self._activity()._asdict())
         left = {record.step for record in records}
         if not self._has_warned:
             self._warn_of_unseen(records, removes=bool(left - kept))
         removed = []
         for step in sorted(left - kept):
             now = self._activity()  # a save may have begun since the decision
-            if len(left) > now.least and step not in now.protected and self._remove(step):
+            if len(left) > now.least and step not in now.protected and self._steps.remove(step):
                 left.discard(step)
                 removed.append(step)
         return removed
@@ -188,6 +167,10 @@ class Retention:
 
     def discard_after(self, step: int) -> None:
         """Remove all steps above a committed one, the highest first."""
+        self.wait()
+        self._steps.look(partial(self._discard_after, step))
+
+    def _discard_after(self, step: int) -> None:
         if self._steps.committed_at_s(step) is None:
             raise OptionError(
                 f"step {step} is not committed",
@@ -195,20 +178,10 @@ class Retention:
                 hint="pass the step that was restored",
             )
         for later in reversed(self._steps.listed()):
-            if later > step and not self._remove(later):
+            if later > step and not self._steps.remove(later):
                 raise WriteError(
                     f"step {later} is being read by another process",
                     phase="remove",
                     path=self._steps.path(later),
                     hint="call discard_after again when that process is done",
                 )
-
-    def _remove(self, step: int) -> bool:
-        """Remove a step, unless a reader holds it."""
-        with held(self._steps.path(step), to_remove=True) as is_ours:
-            if not is_ours:
-                _log.info("step %d stays for now: it is being read", step)
-                return False
-            self._steps.remove(step)
-        _log.info("removed %s", self._steps.path(step))
-        return True

@@ -1,4 +1,4 @@
-"""The directory of a step: its name, whether it is committed, its removal.
+"""The directories of steps: their names, what is committed, who holds them, and the lock of a root.
 
 ``root/step-000000100`` holds the checkpoint of step 100.
 
@@ -13,27 +13,41 @@ import fcntl
 import logging
 import os
 import re
+import socket
+import stat
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from nostall import _torch
 from nostall._commit.manifest import manifest_alone
 from nostall._engine import default_engine
+from nostall._manager.contents import About, read_about
 from nostall._model.names import is_metadata_of_one_rank
 from nostall._storage.deadlines import in_time
 from nostall._storage.directories import is_in_use
-from nostall._storage.places import storage_at
+from nostall._storage.places import is_address, storage_at
 from nostall._storage.port import how_to_read
 from nostall._storage.reading import open_to_read
-from nostall.errors import NostallError, OptionError, ReadError
+from nostall.errors import (
+    DamagedCheckpointError,
+    NostallError,
+    OptionError,
+    ReadError,
+    UnknownMetadataError,
+)
+from nostall.integrity import why_damaged
 from nostall.removal import remove_checkpoint
 
 T = TypeVar("T")
 
 _log = logging.getLogger("nostall")
 _NAME = re.compile(r"step-(\d{9}|[1-9]\d{9,})", re.ASCII)
+LOCK_NAME = ".nostall.lock"
+_LONGEST_NBYTES = 300
+_OPENING = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def name_of(step: int) -> str:
@@ -51,7 +65,7 @@ def step_of(name: str) -> int | None:
 class StepDirectories:
     """The steps below one directory.
 
-    All methods but :meth:`look` raise ``OSError`` if storage refuses to answer.
+    All methods but :meth:`look` and :meth:`choose` raise ``OSError`` if storage refuses to answer.
     """
 
     root: str
@@ -94,11 +108,6 @@ class StepDirectories:
         """The committed steps, in ascending order."""
         return [step for step in self.listed() if self.committed_at_s(step) is not None]
 
-    def latest(self) -> int | None:
-        """The highest committed step."""
-        steps = reversed(self.listed())
-        return next((step for step in steps if self.committed_at_s(step) is not None), None)
-
     def committed_at_s(self, step: int) -> float | None:
         """When a step was committed; ``None`` if it is not."""
         try:
@@ -120,10 +129,17 @@ class StepDirectories:
             return storage.stat(_torch.METADATA_NAME).modified_s
         return manifest.committed_at_s
 
-    def remove(self, step: int) -> None:
-        """Remove a step, or the rest of one. Files that no save has made stay."""
-        with suppress(OptionError):  # holds only other files, or is promoted to
-            remove_checkpoint(self.path(step))
+    def remove(self, step: int) -> bool:
+        """Remove a step, or the rest of one, unless a reader holds it. Other files in it stay."""
+        path = self.path(step)
+        with held(path, to_remove=True) as is_ours:
+            if not is_ours:
+                _log.info("%s stays for now: it is being read", path)
+                return False
+            with suppress(OptionError):  # holds only other files, or is promoted to
+                remove_checkpoint(path)
+                _log.info("removed %s", path)
+        return True
 
     def remove_unfinished(self) -> None:
         """Remove what interrupted saves and removals have left; the root has to be locked."""
@@ -141,6 +157,96 @@ class StepDirectories:
             return False
         # Ranks may have committed there, each for itself.
         return _torch.METADATA_NAME in names or any(map(is_metadata_of_one_rank, names))
+
+    # --- the step to restore ------------------------------------------------------------------
+
+    def choose(self, step: int | None, hold: ExitStack, *, deep: bool) -> About | None:
+        """The description of a step, or of the highest one that can be restored.
+
+        ``None`` if no step is committed. If steps are and none can be restored, this is an error.
+
+        Args:
+            step: The step; ``None`` for the highest one.
+            hold: Keeps the step from removal by other processes of this machine.
+            deep: Whether to compare every byte with its checksum, for which there is no deadline.
+        """
+        if step is not None:
+            about = self._restorable(step, hold, deep=deep)
+            if about is None:
+                raise ReadError(
+                    f"step {step} is not committed",
+                    phase="read",
+                    path=self.path(step),
+                    hint=f"committed steps: {self.look(self.committed)[-5:]}",
+                )
+            if later := [each for each in self.look(self.committed) if each > step]:
+                _log.warning(
+                    "step %d is restored, and %s has later steps: %s. A restart resumes from step"
+                    " %d. To remove them, call discard_after(%d) of the manager",
+                    *(step, self.root, f"{later!r:.200}", later[-1], step),
+                )
+            return about
+        refused: dict[int, NostallError] = {}
+        for each in reversed(self.look(self.listed)):
+            try:
+                if about := self._restorable(each, hold, deep=deep):
+                    return about
+            except (DamagedCheckpointError, ReadError, UnknownMetadataError) as error:
+                _log.warning("skipped %s: %s", self.path(each), error.message)
+                refused[each] = error
+        for refusal in refused.values():
+            if not isinstance(refusal, DamagedCheckpointError):
+                raise refusal
+        if refused:
+            newest, refusal = next(iter(refused.items()))
+            raise DamagedCheckpointError(
+                f"no committed step of {sorted(refused)!r:.200} can be restored; {newest}:"
+                f" {refusal.message}",
+                phase="read",
+                path=self.root,
+                hint=f"{refusal.hint}; to train from the beginning, use another root",
+            ) from refusal
+        return None
+
+    def _restorable(self, step: int, hold: ExitStack, *, deep: bool) -> About | None:
+        """The description of a step; ``None`` if it is not committed. Held before this looks."""
+        path = self.path(step)
+
+        def describe() -> About | None:
+            is_held = hold.enter_context(held(path))
+            if not is_held or self.committed_at_s(step) is None:
+                return None
+            _require_undamaged(path, deep=False)
+            about = read_about(path)
+            if about is None:
+                raise _refused(
+                    "the step was not saved by a CheckpointManager",
+                    path,
+                    "load it with torch.distributed.checkpoint.load",
+                )
+            if about.step != step:  # a job would go on from there, and find it at each resume
+                raise _refused(
+                    f"the directory was renamed or copied: it holds step {about.step}",
+                    path,
+                    f"rename it to {name_of(about.step)}, unless that exists",
+                )
+            return about
+
+        about = self.look(describe)
+        if about is not None and deep:
+            _require_undamaged(path, deep=True)
+        return about
+
+
+def _require_undamaged(path: str, *, deep: bool) -> None:
+    why = why_damaged(path, deep=deep)
+    if why is not None:
+        hint = f"`nostall verify {path}` lists all damage; restore another step"
+        raise _refused(f"the step is damaged: {why}", path, hint)
+
+
+def _refused(why: str, path: str, hint: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(why, phase="read", path=path, hint=hint)
 
 
 @contextmanager
@@ -163,3 +269,104 @@ def held(directory: str, *, to_remove: bool = False) -> Iterator[bool]:
         yield is_ours
     finally:
         os.close(fd)
+
+
+# --- the lock of a root ---------------------------------------------------------------------------
+
+
+class RootLock:
+    """The lock of one root, which is made: one process at a time saves below it.
+
+    ``flock`` locks a file in the root. The lock belongs to an open file description, so nothing
+    else that a process does with the file releases it; managers of one root share it by duplicate
+    descriptors. The system releases it when the process ends, however that happens; a forked child
+    closes its copies. So a job that was killed never keeps the next one from saving. Among machines
+    the lock is as good as the file system: NFS passes it to the server, which may keep that of a
+    crashed machine for some time. A lock of another machine is therefore a warning.
+    """
+
+    _held: ClassVar[list[RootLock]] = []
+    _changing: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._fd = -1
+
+    def take(self) -> None:
+        """Take the lock, until :meth:`release` or the end of the process.
+
+        A warning tells if the file system has no locks, or another machine has this one; if another
+        process of this machine has it, this is an error. An object store has no locks.
+        """
+        if self in self._held or is_address(self._root):
+            return
+        try:
+            os.makedirs(self._root, exist_ok=True)
+            with self._changing, ExitStack() as opened:
+                self._fd = self._open()
+                opened.callback(os.close, self._fd)
+                if self._is_locked():
+                    self._held.append(self)
+                    opened.pop_all()
+        except OSError as error:
+            _log.warning(
+                "root=%s cannot be locked: %s. A second job that saves here is not noticed",
+                self._root,
+                error.strerror,
+            )
+
+    def _open(self) -> int:
+        """Open the file; one that may be somebody else's loses its name in the root."""
+        path = f"{self._root}/{LOCK_NAME}"
+        while True:
+            if os.path.islink(path):
+                os.unlink(path)
+            fd = os.open(path, _OPENING, 0o666)
+            status = os.fstat(fd)
+            # Made by this user, or by the one who owns the root.
+            is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+            if is_plain and status.st_uid in (os.geteuid(), os.stat(self._root).st_uid):
+                return fd
+            os.close(fd)
+            os.unlink(path)
+
+    def _is_locked(self) -> bool:
+        """Lock the file; false if another machine has the lock."""
+        for other in self._held:
+            if os.path.samestat(os.fstat(other._fd), os.fstat(self._fd)):
+                os.dup2(other._fd, self._fd, inheritable=False)
+                return True
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(self._fd, _LONGEST_NBYTES).decode(errors="replace")
+            pid, _, host = owner.strip().partition(" ")
+            if host in ("", socket.gethostname()):
+                raise OptionError(
+                    f"another process saves below this root: pid {pid or 'unknown'}",
+                    path=self._root,
+                    hint="use another root, or end that process first",
+                ) from None
+            what = "process %s on %s has locked root=%s. If it still saves here, each of the two"
+            _log.warning(f"{what} jobs removes steps of the other", pid, host, self._root)
+            return False
+        os.truncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
+        return True
+
+    def release(self) -> None:
+        """Release the lock, if no other manager of this process needs it. Idempotent."""
+        with self._changing:
+            if self in self._held:
+                self._held.remove(self)
+                os.close(self._fd)
+
+    @classmethod
+    def start_over(cls) -> None:
+        """In a forked child: drop the locks, which the parent keeps."""
+        while cls._held:
+            os.close(cls._held.pop()._fd)
+        cls._changing = threading.Lock()  # a thread of the parent may have held it at the fork
+
+
+os.register_at_fork(after_in_child=RootLock.start_over)
