@@ -143,7 +143,7 @@ class CheckpointManager:
         self._queue = AsyncCallsQueue(process_group=process_group)
         self._cache = CheckpointMetadataCache()
         self._handles: deque[SaveHandle] = deque()
-        """The save of each request, in order; and one that is being scheduled."""
+        """The save of each request, in order."""
         self._own: list[int] = []
         """The steps that this manager has committed, in this order."""
         self._retention = Retention(self._steps, policies, self._activity)
@@ -216,6 +216,11 @@ class CheckpointManager:
         step = require_integer("step", step, at_least=0)
         if coordination.world_size == 1:  # several ranks learn of an error when they plan
             _validated(state, metrics or {})
+        failed: CheckpointException | None = None
+        try:
+            self.poll()
+        except CheckpointException as error:  # of an earlier save, which costs this one nothing
+            failed = error
         highest = self._take_root(coordination)
         # Other ranks may write as soon as they enter a save. So one of a step that may have a
         # directory waits until rank 0 removes nothing; the others need no communication.
@@ -234,7 +239,8 @@ class CheckpointManager:
         handle = SaveHandle(step, writer, path, self._wait)
         self._start(handle, writer, items, planner)
         self._saved_at_s = time.monotonic()
-        self.poll()  # last, as the error of an earlier save costs this one nothing
+        if failed is not None:
+            raise failed
         return handle
 
     def _start(
@@ -246,7 +252,6 @@ class CheckpointManager:
     ) -> None:
         """Plan and schedule a save. Ctrl-C interrupts this when it is scheduled."""
         with self._reported(), uninterrupted():
-            self._handles.append(handle)
             try:
                 planned = save_state_dict_async_plan(
                     items,
@@ -262,10 +267,12 @@ class CheckpointManager:
                     partial(self._note_committed, handle),
                 ]
                 request = AsyncRequest(save_fn, arguments, finalize, preload_fn=preload_fn)
+                self._handles.append(handle)
                 self._queue.schedule_async_request(request)
             except BaseException as error:  # passed on
-                if len(self._handles) > self._queue.pending:  # the queue does not have it
-                    self._handles.remove(handle)
+                if handle in self._handles and len(self._handles) > self._queue.pending:
+                    self._handles.remove(handle)  # the queue does not have it
+                if handle not in self._handles:
                     handle._outcome = error
                 raise
 

@@ -122,13 +122,22 @@ def _may_be_file(path: str) -> bool:
         return leaves_open(error)
 
 
+def committed_at_s(directory: str) -> float:
+    """When a checkpoint was committed: by its manifest, or else by the clock of storage.
+
+    Raises:
+        OSError: Its metadata cannot be read.
+    """
+    files = storage_at(directory)
+    with open_to_read(files, METADATA_NAME) as stream:
+        manifest = manifest_alone(stream)
+    return files.stat(METADATA_NAME).modified_s if manifest is None else manifest.committed_at_s
+
+
 def _committed_at_s(directory: str) -> float:
     """When a checkpoint was committed; the next best time if its metadata cannot be read."""
     with suppress(OSError):
-        with open_to_read(storage_at(directory), METADATA_NAME) as stream:
-            manifest = manifest_alone(stream)
-        if manifest is not None:
-            return manifest.committed_at_s
+        return committed_at_s(directory)
     with suppress(OSError):
         return storage_at(directory).stat(METADATA_NAME).modified_s
     with suppress(OSError):

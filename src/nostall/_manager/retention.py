@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
+from nostall._commit.committed import committed_at_s
 from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._manager.policies import (
@@ -84,15 +85,15 @@ class Retention:
 
     def _read(self, step: int) -> StepRecord:
         """A step; without metrics if another program saved it, or it is damaged or gone."""
-        at_s, about = 0.0, None
+        path, at_s, about = self._steps.path(step), 0.0, None
         try:
-            at_s = self._steps.manifest_time_s(step)
-            about = read_about(self._steps.path(step))
+            at_s = committed_at_s(path)
+            about = read_about(path)
         except (DamagedCheckpointError, UntrustedMetadataError, OSError) as error:
             if self._steps.committed_at_s(step) is not None:  # not removed meanwhile
                 if isinstance(error, OSError):
                     raise
-                _log.warning("the metrics of %s cannot be read: %s", self._steps.path(step), error)
+                _log.warning("the metrics of %s cannot be read: %s", path, error)
         metrics = {} if about is None else about.metrics
         return StepRecord(step=step, committed_at_s=at_s, metrics=metrics)
 

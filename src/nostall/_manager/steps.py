@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from nostall import _torch
-from nostall._commit.manifest import manifest_alone
 from nostall._engine import default_engine
 from nostall._manager.contents import About, read_about
 from nostall._model.names import is_metadata_of_one_rank
@@ -30,7 +29,6 @@ from nostall._storage.deadlines import in_time
 from nostall._storage.directories import is_in_use
 from nostall._storage.places import is_address, storage_at
 from nostall._storage.port import how_to_read
-from nostall._storage.reading import open_to_read
 from nostall.errors import (
     DamagedCheckpointError,
     NostallError,
@@ -116,18 +114,6 @@ class StepDirectories:
             return None
         except ReadError:  # something else has its name: a damaged step, not an absent one
             return 0.0
-
-    def manifest_time_s(self, step: int) -> float:
-        """When a committed step was committed, by the clock of its coordinator."""
-        storage = storage_at(self.path(step))
-        try:
-            with open_to_read(storage, _torch.METADATA_NAME) as stream:
-                manifest = manifest_alone(stream)
-        except ReadError:  # something else has its name: a damaged step
-            return 0.0
-        if manifest is None:
-            return storage.stat(_torch.METADATA_NAME).modified_s
-        return manifest.committed_at_s
 
     def remove(self, step: int) -> bool:
         """Remove a step, or the rest of one, unless a reader holds it. Other files in it stay."""
