@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -25,11 +26,11 @@ from nostall._memory.fence import any_under_way, wait_staged
 from nostall._memory.pinning import Pinning
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
-from nostall._model.interrupts import is_done, uninterruptible
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import RankReport, WriteJob
 from nostall._model.progress import SaveStatus, UnderWay
 from nostall._model.reads import LoadStatus, load_statuses
-from nostall._model.torch_threads import run_torch_apart
+from nostall._model.torch_threads import spawn_in_torch
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
@@ -122,8 +123,7 @@ class Engine:
                 if self._reserver == threading.get_ident():  # not a later one's
                     self._reserver = None
 
-        with uninterruptible():
-            self._reserving = run_torch_apart("nostall-warmup", run)
+        self._reserving = spawn_in_torch("nostall-warmup", run)
 
     def _await_reservation(self, reserving: Future[None] | None, timeout_s: float) -> None:
         if reserving is None or self._reserver == threading.get_ident():
@@ -189,7 +189,7 @@ class Engine:
         Raises:
             SaveAbortedError: The engine was closed.
         """
-        with self._lock, uninterruptible():  # a process that is started is known
+        with self._lock:
             if self._is_closed:
                 raise SaveAbortedError(
                     "the engine that this save belongs to was closed",
@@ -222,36 +222,35 @@ class Engine:
             writers = list(self._writers)
         return any_under_way() or any(not writer.idle for writer in writers)
 
-    def cancel(self, job: str, done: Future[RankReport]) -> None:
-        """Cancel one save: writer processes that do not answer in time are killed."""
+    def cancel(self, job: str, done: Future[RankReport] | None = None) -> None:
+        """Cancel one save: writer processes that do not answer in time are killed.
+
+        Args:
+            job: The save.
+            done: The report to wait for, too: threads of this process may write.
+        """
         with self._lock:
             self.stop_threads(job)
-            writers = [writer for writer in self._writers if writer.unanswered(job)]
-        for writer in writers:
-            writer.cancel(job)
-        if not is_done(done, CANCEL_TIMEOUT_S):
-            for writer in writers:
+            answers = {each: list(each.unanswered(job).values()) for each in self._writers}
+        for writer, asked in answers.items():
+            if asked:
+                writer.cancel(job)
+        ends_s = time.monotonic() + CANCEL_TIMEOUT_S
+        for writer, asked in answers.items():
+            if not all(is_done(each, ends_s - time.monotonic()) for each in asked):
                 writer.kill("it did not stop when the save was aborted", kind="SaveAbortedError")
+        if done is not None:
+            is_done(done, ends_s - time.monotonic())
 
     def stop_threads(self, job: str) -> None:
         """Stop the threads of this process that write or copy for a save; returns at once.
 
         They remove what they have made.
         """
-        with self._lock, uninterruptible():
+        with self._lock:
             for of_job, cancelled in self._cancellable:
                 if of_job == job:
                     cancelled.set()
-
-    def recall(self, job: str) -> None:
-        """Stop all writer processes from writing a save, as a later save may use its file names.
-
-        For handlers of an exception, which may come from outside after a job was sent.
-        """
-        with self._lock:
-            answers = [each for writer in self._writers for each in writer.unanswered(job).values()]
-        if answers:
-            self.cancel(job, when_done(answers, joined))
 
     @contextmanager
     def cancellable(self, job: str) -> Iterator[threading.Event]:
@@ -273,7 +272,7 @@ class Engine:
         Args:
             reason: Why, for the errors.
         """
-        with self._lock, uninterruptible():
+        with self._lock:
             writers, self._writers = self._writers, []
             for _, cancelled in self._cancellable:
                 cancelled.set()
@@ -340,15 +339,16 @@ def configure(options: EngineOptions) -> None:
             f"configure() got an object of type {type(options).__name__}",
             hint="use configure(EngineOptions(name=value))",
         )
-    with _process.lock:
-        if _process.engine is not None and _process.engine.is_writing:
-            raise OptionError(
-                "the engine cannot be configured while saves are being written",
-                hint="configure it before the first save, or finish the saves in flight first",
-            )
-        old, _process.engine = _process.engine, Engine(options)
-    if old is not None:
-        old.close()
+    with uninterrupted():
+        with _process.lock:
+            if _process.engine is not None and _process.engine.is_writing:
+                raise OptionError(
+                    "the engine cannot be configured while saves are being written",
+                    hint="configure it before the first save, or finish the saves in flight first",
+                )
+            old, _process.engine = _process.engine, Engine(options)
+        if old is not None:
+            old.close()
 
 
 def status() -> tuple[SaveStatus | LoadStatus, ...]:
@@ -377,11 +377,12 @@ def wait_staged_before_step(optimizer: torch.optim.Optimizer) -> RemovableHandle
 
 def reset() -> None:
     """End the default engine: processes, memory and caches. The next save makes a new one."""
-    with _process.lock:
-        old, _process.engine = _process.engine, None
-    if old is not None:
-        old.abort("the engine was reset")
-        old.close()
+    with uninterrupted():
+        with _process.lock:
+            old, _process.engine = _process.engine, None
+        if old is not None:
+            old.abort("the engine was reset")
+            old.close()
 
 
 def _after_fork_in_child() -> None:

@@ -8,9 +8,9 @@ in a spawned Python process.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -21,8 +21,6 @@ from typing_extensions import Self
 from nostall._engine import default_engine
 from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.keywords import also_named
-from nostall._queue.asking import Asking
-from nostall._queue.at_exit import add_note
 from nostall._queue.callers import (
     ActiveCall,
     AsyncCaller,
@@ -32,26 +30,26 @@ from nostall._queue.callers import (
     asked_priority,
     require_possible,
 )
-from nostall._queue.finalizing import (
-    aborted_by_another_thread,
-    await_or_fail,
-    finalize,
-    look_at,
-    require_done,
-    require_scheduled,
-)
-from nostall._queue.live import (
+from nostall._queue.ending import (
     abort_all,
     abort_nvrx_checkpoint,
-    counted,
+    add_note,
     drain_on_sigterm,
     finish_after,
     live_queues,
     scheduled,
     unfinished_queues,
 )
-from nostall._queue.preemption import preemption
+from nostall._queue.finalizing import (
+    Asking,
+    aborted_by_another_thread,
+    fail_late,
+    finalize,
+    late,
+    look_at,
+)
 from nostall._queue.requests import AsyncRequest
+from nostall._queue.sigterm import preemption
 from nostall._ranks.agreement import View
 from nostall._ranks.group import Coordination, coordination_for
 from nostall._save.warmup import warmup
@@ -122,7 +120,6 @@ class AsyncCallsQueue:
         self._on_error = on_error
         self.failures: int = 0
         """Number of failed requests with ``on_error="warn"``."""
-        self._calls: deque[Call] = deque()
         self._moved_s = 0.0
         """Clock reading when the queue's first request last changed."""
         self._asking = Asking()
@@ -152,7 +149,7 @@ class AsyncCallsQueue:
     @classmethod
     def get_instances(cls) -> list[AsyncCallsQueue]:
         """The queues of this process."""
-        return [queue for queue in live_queues if isinstance(queue, AsyncCallsQueue)]
+        return [queue for queue in live_queues if isinstance(queue, cls)]
 
     @property
     def async_calls(self) -> deque[ActiveCall]:
@@ -161,6 +158,10 @@ class AsyncCallsQueue:
             ActiveCall(call.request.call_idx, self._caller, call.request)
             for call in list(self._calls)
         )
+
+    @property
+    def _calls(self) -> deque[Call]:
+        return self._caller._calls
 
     @property
     def persistent_caller(self) -> AsyncCaller | None:
@@ -178,17 +179,19 @@ class AsyncCallsQueue:
         Raises:
             StagingError: A callable that is not nostall's own cannot be sent to another process.
             OptionError: ``request`` is not a request.
+            SaveAbortedError: Another thread has aborted the queue meanwhile.
         """
         request = AsyncRequest.of(request)
-        with preemption.deferred():
+        with preemption.deferred(), uninterrupted(patience=2):
             early = request.early_commit(self._process_group)
             index = self._next_index
             self._is_in_use = True
-            with counted(coordination_for(self._process_group)), uninterrupted():
+            with scheduled.one_more(coordination_for(self._process_group)):
                 call = self._caller.begin(request.freeze()._replace(call_idx=index))
+                if call not in self._calls:
+                    raise aborted_by_another_thread(call)
                 call.early = early
                 self._next_index += 1
-                self._calls.append(call)
                 unfinished_queues[self] = None
             return index
 
@@ -214,44 +217,64 @@ class AsyncCallsQueue:
             SaveAbortedError: Another thread has aborted the queue; raised on this rank, with any
                 ``on_error``. Requests scheduled after the abort stay scheduled.
         """
-        with preemption.deferred():
-            return self._finalize(blocking=blocking, no_dist=no_dist)
+        return self._finalize(
+            until_s=math.inf if blocking else None, waits=blocking, no_dist=no_dist
+        )
 
-    def _finalize_done(self) -> list[int]:
-        """Finalise what is done on all ranks; waits for their answers, but for no file."""
-        with preemption.deferred():
-            return self._finalize(blocking=False, no_dist=False, is_last=True)
+    def _finalize(
+        self,
+        *,
+        until_s: float | None,
+        waits: bool = True,
+        no_dist: bool = False,
+        keeps_late: bool = False,
+    ) -> list[int]:
+        """As :meth:`maybe_finalize_async_calls`.
 
-    def _finalize(self, *, blocking: bool, no_dist: bool, is_last: bool = False) -> list[int]:
+        Args:
+            until_s: Clock reading until which files are waited for. ``None`` to wait for none.
+            waits: Whether to wait for the answers of other ranks.
+            no_dist: Check this rank only.
+            keeps_late: Whether a request that is late stays scheduled. If not, it fails; so does
+                one that takes longer than ``save_timeout_s``.
+        """
         finalized: list[int] = []
         coordination = coordination_for(self._process_group)
-        while calls := self._calls:  # an abort by another thread replaces the deque
-            call = calls[0]
-            timeout_s = default_engine().options.save_timeout_s
-            if blocking or self._is_overdue(call, timeout_s):
-                await_or_fail(call, longest_s=timeout_s if blocking else 0.0)
-            # Before a collective: an aborted rank joins none.
-            require_scheduled([call], self._calls)
-            waits = blocking or is_last
-            mine = look_at(call, self._first_index, self._next_index - 1, waits=waits)
-            agreed: View | None = replace(mine, committing=False, committed=0)
-            if not no_dist:
-                # All ranks have finalised a request in this call, so none is late.
-                now = waits or bool(finalized)
-                agreed = self._asking.view_of(call, mine, coordination, now=now)
-            if agreed is None:
-                break
-            if not agreed.is_done:
-                if agreed.hurry and not waits:
-                    blocking = True
-                    continue
-                break
-            # A process is to end: later requests are awaited, too.
-            blocking = blocking or (agreed.hurry and not is_last)
-            with uninterrupted():
-                self._take(call)
-                if self._finalize_one(call, agreed, coordination, no_dist=no_dist):
-                    finalized.append(call.request.call_idx)
+        timeout_s = default_engine().options.save_timeout_s
+        if until_s is not None and (keeps_late or until_s < math.inf):
+            timeout_s = max(0.0, until_s - time.monotonic())
+        with preemption.deferred():
+            while calls := self._calls:  # an abort by another thread replaces the deque
+                call = calls[0]
+                if until_s is not None:
+                    left_s = min(timeout_s, max(0.0, until_s - time.monotonic()))
+                    if not is_done(call.outcome, left_s) and not keeps_late:
+                        fail_late(call, timeout_s)
+                elif self._is_overdue(call, timeout_s) and not is_done(call.outcome):
+                    fail_late(call, timeout_s)
+                # Before a collective: an aborted rank joins none.
+                if call not in self._calls:
+                    raise aborted_by_another_thread(call)
+                mine = look_at(call, self._first_index, self._next_index - 1, waits=waits)
+                agreed: View | None = replace(mine, committing=False, committed=0)
+                if not no_dist:
+                    # All ranks have finalised a request in this call, so none is late.
+                    now = waits or bool(finalized)
+                    agreed = self._asking.view_of(
+                        call, mine, coordination, now=now, timeout_s=timeout_s
+                    )
+                if agreed is None:
+                    break
+                if agreed.hurry and not waits:  # a process is to end: all requests are waited for
+                    until_s, waits = math.inf, True
+                    if not agreed.is_done:
+                        continue
+                if not agreed.is_done:
+                    break
+                with uninterrupted(patience=2):
+                    self._take(call)
+                    if self._finalize_one(call, agreed, coordination, no_dist=no_dist):
+                        finalized.append(call.request.call_idx)
         return finalized
 
     def _finalize_one(
@@ -278,8 +301,6 @@ class AsyncCallsQueue:
         """
         is_ours = self._caller.take_over(call)
         self._moved_s = time.monotonic()
-        with suppress(ValueError):  # an abort has removed it
-            self._calls.remove(call)
         if not self._calls:
             unfinished_queues.pop(self, None)
         if not is_ours:
@@ -297,8 +318,8 @@ class AsyncCallsQueue:
                 this later is additional: ``EngineOptions.save_timeout_s`` and a minute.
 
         Raises:
-            SaveTimeoutError: Some rank was not done within ``timeout`` seconds; raised on every
-                rank, and nothing is finalised.
+            SaveTimeoutError: Some rank was not done with a request within ``timeout`` seconds;
+                raised on every rank. That request and later ones stay scheduled.
             CheckpointException: A request failed on some rank.
             SaveAbortedError: Another thread has aborted the queue.
         """
@@ -306,19 +327,16 @@ class AsyncCallsQueue:
 
     def _wait(self, timeout: float | None, *, hint: str) -> list[int]:
         """As :meth:`wait`; ``hint`` is that of the timeout error."""
-        if timeout is not None and not is_possible_wait(timeout):
+        if timeout is None:
+            return self.maybe_finalize_async_calls(blocking=True)
+        if not is_possible_wait(timeout):
             raise OptionError(
                 f"timeout={timeout!r} is not possible", hint="use seconds, or None for no limit"
             )
-        if timeout is not None and (calls := list(self._calls)):
-            coordination = coordination_for(self._process_group)
-            deadline_s = time.monotonic() + timeout
-            unfinished = sum(
-                not is_done(call.outcome, deadline_s - time.monotonic()) for call in calls
-            )
-            require_scheduled(calls, self._calls)
-            require_done(calls, unfinished, coordination, scheduled, timeout_s=timeout, hint=hint)
-        return self.maybe_finalize_async_calls(blocking=True)
+        finalized = self._finalize(until_s=time.monotonic() + timeout, keeps_late=True)
+        if calls := list(self._calls):
+            raise late(calls, timeout, hint=hint)
+        return finalized
 
     @property
     def pending(self) -> int:
@@ -356,37 +374,21 @@ class AsyncCallsQueue:
             self._first_index -= self._next_index
             self._next_index = 0
 
-    def _give_up(self) -> None:
-        """Abort all requests; this process is about to end."""
-        self._forget_calls()
-        self.close(abort=True)
-
-    def _forget_calls(self) -> bool:
-        """Forget the scheduled requests; whether there are any."""
-        calls, self._calls = self._calls, deque()
-        self._asking.drop()
-        unfinished_queues.pop(self, None)
-        if calls:
-            self._first_index = self._next_index
-        return bool(calls)
-
     def _close(self, *, abort: bool, timeout: float | None = None) -> None:
-        try:
-            if not abort:
-                self._wait(timeout, hint="all scheduled requests were aborted")
-        except RankLostError:  # this process is about to end
-            self._give_up()
-            raise
-        finally:
-            is_any_left = self._forget_calls()
-            self._is_in_use = False
-            if abort:
-                self._first_index = self._next_index
-            self._caller.close(abort=abort or is_any_left)
+        with uninterrupted():
+            try:
+                if not abort:
+                    self._wait(timeout, hint="all scheduled requests were aborted")
+            finally:
+                self._asking.drop()
+                unfinished_queues.pop(self, None)
+                self._is_in_use = False
+                if abort or self._calls:
+                    self._first_index = self._next_index
+                self._caller.close(abort=abort or bool(self._calls))
 
     def _abandon_after_fork(self) -> None:
         """In a forked child: forget the scheduled requests, which belong to the parent."""
-        self._calls.clear()
         self._asking.forget_after_fork()
         unfinished_queues.pop(self, None)
         self._caller.abandon_after_fork()
@@ -395,7 +397,7 @@ class AsyncCallsQueue:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None or (isinstance(error, SystemExit) and preemption.is_ending):
+        if error is None or (isinstance(error, SystemExit) and preemption.is_raised):
             self._close(abort=False)
             return
         try:
@@ -403,7 +405,7 @@ class AsyncCallsQueue:
                 if self._calls:
                     finish_after(self, error, coordination_for(self._process_group))
             finally:
-                self._give_up()
+                self._close(abort=True)
         except Exception as second:  # noted only: the error of the block is raised
             add_note(error, f"closing the queue also failed: {second}")
 

@@ -28,9 +28,10 @@ from torch.futures import Future as TorchFuture
 
 from nostall import _torch
 from nostall._engine import default_engine
+from nostall._model.interrupts import uninterrupted
 from nostall._plan.items import require_representable
-from nostall._queue.at_exit import report_loss
-from nostall._queue.preemption import preemption
+from nostall._queue.ending import report_loss
+from nostall._queue.sigterm import preemption
 from nostall._ranks.group import SingleProcess, coordination_for
 from nostall._save.coordinator import commit_results
 from nostall._save.rank_save import RankSave, Staging
@@ -318,7 +319,8 @@ class FileSystemWriterAsync(FileSystemWriter):
         call = _torch.arguments_of_async_save()
         alone = call.get("no_dist", False)
         ranks = SingleProcess() if alone else coordination_for(call.get("process_group"))
-        return self._rank_save.stage(state_dict, ranks)
+        with uninterrupted():
+            return self._rank_save.stage(state_dict, ranks)
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Return when tensors may be changed; at once without overlapped staging.
@@ -362,7 +364,8 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
         """This rank's results, or its failure in DCP's wrapped form. Waits for the report."""
-        return self._rank_save.retrieve_results()
+        with uninterrupted():
+            return self._rank_save.retrieve_results()
 
     @property
     def stats(self) -> SaveStats | None:

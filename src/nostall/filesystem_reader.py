@@ -161,7 +161,7 @@ class FileSystemReader(dcp.FileSystemReader):
         path = identity(os.path.join(self._directory, name))
         directory, name = os.path.split(path)
         with ExitStack() as opened:
-            with uninterrupted():
+            with uninterrupted(patience=2):
                 source = opened.enter_context(closing(storage_at(directory).open(name)))
             yield source, path
 

@@ -251,7 +251,7 @@ class CheckpointManager:
         planner: DefaultSavePlanner,
     ) -> None:
         """Plan and schedule a save. Ctrl-C interrupts this when it is scheduled."""
-        with self._reported(), uninterrupted():
+        with self._reported(), uninterrupted(patience=2):
             try:
                 planned = save_state_dict_async_plan(
                     items,
@@ -412,7 +412,7 @@ class CheckpointManager:
         finally:
             self._is_closed = True
             with self._settled():
-                self._queue._give_up()
+                self._queue.close(abort=True)
             default_engine().arena.trim()
             self._await_removal()
             try:

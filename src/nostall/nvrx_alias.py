@@ -7,8 +7,8 @@ checkpointing. An unchanged script runs with it under::
     torchrun --nproc-per-node 8 -m nostall.nvrx_alias SCRIPT [ARGUMENT ...]
 
 An alias is nostall's own module, not a copy. Other parts of an installed NVRx (local checkpointing,
-fault tolerance, in-process restart) stay its own, and find nostall's modules where they import
-``async_ckpt``.
+fault tolerance, in-process restart, ``checkpointing.utils``) stay its own, and find nostall's
+modules where they import ``async_ckpt``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
+
+import torch
 
 from nostall import core
-from nostall._nvrx import checkpointing_utils
 from nostall._queue.python_worker import prepare_new_workers
 from nostall.errors import OptionError
 
@@ -50,10 +52,10 @@ def install(force: bool = False) -> None:  # noqa: FBT001, FBT002  # an establis
 
     These are ``nvidia_resiliency_ext.checkpointing.async_ckpt`` with its modules ``core``,
     ``filesystem_async``, ``state_dict_saver``, ``torch_ckpt`` and
-    ``cached_metadata_filesystem_reader``, and the functions of
-    ``nvidia_resiliency_ext.checkpointing.utils``. ``nvidia_resiliency_ext.__version__`` is at least
-    "0.7.0". Processes that ``multiprocessing`` spawns have to call this, too; nostall's own need
-    not.
+    ``cached_metadata_filesystem_reader``; and, if NVRx is not installed, ``diff`` and
+    ``preload_tensors`` of ``nvidia_resiliency_ext.checkpointing.utils``.
+    ``nvidia_resiliency_ext.__version__`` is at least "0.7.0". Processes that ``multiprocessing``
+    spawns have to call this, too; nostall's own need not.
 
     Args:
         force: Use nostall also if NVRx's asynchronous checkpointing is installed.
@@ -93,19 +95,9 @@ def _put_aliases() -> None:
     _put(_ASYNC, _new_package(_ASYNC))
     for name in _MODULES:
         _put(f"{_ASYNC}.{name}", import_module(f"nostall.{name}"))
-    _put(_UTILS, _utils())
-
-
-def _utils() -> ModuleType:
-    """Functions of nostall, over the others of an installed NVRx, whose other parts use them."""
-    ours = checkpointing_utils
     if _spec_of(_UTILS) is None:
-        return ours
-    theirs = import_module(_UTILS)
-    both = ModuleType(_UTILS, theirs.__doc__)
-    vars(both).update(vars(theirs))
-    vars(both).update({name: getattr(ours, name) for name in (*ours.__all__, "_disable_gc")})
-    return both
+        utils = _put(_UTILS, ModuleType(_UTILS))
+        vars(utils).update(diff=diff, preload_tensors=preload_tensors)
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
@@ -142,6 +134,66 @@ def _put(name: str, module: ModuleType) -> ModuleType:
 
 def _numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+
+def preload_tensors(
+    state_dict: Any,
+    non_blocking: bool = True,  # noqa: FBT001, FBT002  # an established signature
+) -> Any:
+    """A copy of nested dicts and lists, with tensors in host memory.
+
+    Args:
+        state_dict: Nested dicts and lists with the tensors.
+        non_blocking: Whether the copies may still be in progress when this returns.
+    """
+    match state_dict:
+        case dict():
+            return {key: preload_tensors(each, non_blocking) for key, each in state_dict.items()}
+        case list():
+            return [preload_tensors(each, non_blocking) for each in state_dict]
+        case torch.Tensor():
+            return state_dict.detach().to("cpu", non_blocking=non_blocking, copy=True)
+    return state_dict
+
+
+def diff(
+    x1: Any, x2: Any, prefix: tuple[Any, ...] = ()
+) -> tuple[list[Any], list[Any], list[tuple[Any, ...]]]:
+    """Differences of two nested structures.
+
+    Returns:
+        Paths that only ``x1`` has; paths that only ``x2`` has; and for each pair of values that
+        are not equal the path and both types. A path is a tuple of keys and positions.
+    """
+    if hasattr(x1, "replica_id") and hasattr(x2, "replica_id"):  # Megatron's sharded tensors
+        return diff(x1.data, x2.data, (*prefix, type(x1)))
+    # An array of NumPy, which nostall does not need, has a type of this name.
+    left, right = (
+        dict(enumerate(each))
+        if isinstance(each, list | tuple) or type(each).__name__ == "ndarray"
+        else each
+        for each in (x1, x2)
+    )
+    if not (isinstance(left, dict) and isinstance(right, dict)):
+        return [], [], [] if _is_equal(x1, x2) else [(prefix, type(x1), type(x2))]
+    only_left: list[Any] = [(*prefix, key) for key in left if key not in right]
+    only_right: list[Any] = [(*prefix, key) for key in right if key not in left]
+    mismatch: list[tuple[Any, ...]] = []
+    for key in [key for key in left if key in right]:
+        inner = diff(left[key], right[key], (*prefix, key))
+        only_left += inner[0]
+        only_right += inner[1]
+        mismatch += inner[2]
+    return only_left, only_right, mismatch
+
+
+def _is_equal(x1: Any, x2: Any) -> bool:
+    if isinstance(x1, torch.Tensor) and isinstance(x2, torch.Tensor):
+        return torch.equal(x1.cpu(), x2.cpu())
+    try:
+        return bool(x1 == x2)
+    except (RuntimeError, ValueError):  # of an element-wise comparison
+        return False
 
 
 def main(argv: list[str] | None = None) -> None:

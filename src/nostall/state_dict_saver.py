@@ -28,8 +28,8 @@ from nostall._commit.local_plans import matches_loaded
 from nostall._commit.result_columns import in_columns
 from nostall._engine import default_engine
 from nostall._model.values import RankFiles
-from nostall._queue.preemption import preemption
 from nostall._queue.requests import commits
+from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import coordination_of, require_members
 from nostall._save.early_commit import EarlyCommit

@@ -7,7 +7,6 @@ import io
 import os
 import uuid
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -16,7 +15,7 @@ import torch
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
 from nostall._memory.snapshot import write_over
-from nostall._model.interrupts import is_done, on_done
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import (
     FileImage,
     RankFailed,
@@ -25,7 +24,7 @@ from nostall._model.jobs import (
     WriteJob,
 )
 from nostall._model.lifecycle import State
-from nostall._model.threads import start_apart
+from nostall._model.threads import spawn_or_run
 from nostall._save.background import BackgroundSave
 from nostall._storage.destination import absolute, without_links
 from nostall._storage.posix import (
@@ -52,17 +51,8 @@ __all__ = ["TorchAsyncCheckpoint"]
 _last_to: WeakValueDictionary[tuple[int, str], Future[RankReport]] = WeakValueDictionary()
 """The last save by process and file: saves to one file are renamed in the order of their calls."""
 
-
-_NAME_NBYTES = 200
-"""Of 255 that file systems allow."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Archive:
-    """A finished ``torch.save`` archive in snapshot memory."""
-
-    lease: Lease
-    nbytes: int
+_NAME_LENGTH = 48
+"""Of a temporary file's name, which may have 255 bytes: up to four for each character."""
 
 
 class _FileSave(BackgroundSave):
@@ -79,7 +69,8 @@ class _FileSave(BackgroundSave):
         self._args = args
         self._kwargs = kwargs
 
-    def stage(self) -> _Archive:
+    def stage(self) -> tuple[Lease, int]:
+        """The archive in snapshot memory, and its length."""
         self.progress.to(State.STAGING)
         nbytes = self._archive_nbytes()
         self.progress.expect(nbytes)
@@ -101,19 +92,27 @@ class _FileSave(BackgroundSave):
             lease.release()
             raise
         self._state_dict = None
-        return _Archive(lease=lease, nbytes=sink.tell())  # may be less, for the same reason
+        return lease, sink.tell()  # may be less, for the same reason
 
-    def submit(self, snapshot: _Archive) -> Future[RankReport]:
+    def submit(self, snapshot: tuple[Lease, int]) -> Future[RankReport]:
         self.progress.to(State.STAGED)
+        lease, nbytes = snapshot
         placed: Future[RankReport] = Future()
 
-        def settle(done: Future[RankReport]) -> None:
-            placed.set_result(self._placed(done.result(), after=before))
+        def place(report: RankReport) -> None:
+            if not isinstance(report, RankFailed):
+                try:
+                    self._put_in_place(report.receipts[0].name, before)
+                except Exception as error:  # reported to the waiting caller
+                    report = self.failed(error, phase="commit")
+            placed.set_result(report)
 
-        written = self.engine.submit(self._job(snapshot), snapshot.lease)
+        written = self.engine.submit(self._job(lease, nbytes), lease)
         file = os.getpid(), self._path
         before, _last_to[file] = _last_to.get(file), placed
-        on_done(written, lambda done: start_apart("nostall-placing", lambda: settle(done)))
+        written.add_done_callback(
+            lambda done: spawn_or_run("nostall-placing", lambda: place(done.result()))
+        )
         return placed
 
     def _archive_nbytes(self) -> int:
@@ -128,15 +127,15 @@ class _FileSave(BackgroundSave):
             torch.save(self._state_dict, counter, *self._args, **self._kwargs)
         return counter.tell()
 
-    def _job(self, archive: _Archive) -> WriteJob:
+    def _job(self, lease: Lease, nbytes: int) -> WriteJob:
         options = self.engine.options
         nothing_to_seal = SealTable(
-            templates=((0, archive.nbytes, None),), blob_offsets=(0,), template_of_slot=(0,)
+            templates=((0, nbytes, None),), blob_offsets=(0,), template_of_slot=(0,)
         )
         image = FileImage(
-            name=f".{_beginning_of(os.path.basename(self._path))}.{self.job[:8]}.tmp",
-            nbytes=archive.nbytes,
-            block=archive.lease.block.id,
+            name=f".{os.path.basename(self._path)[:_NAME_LENGTH]}.{self.job[:8]}.tmp",
+            nbytes=nbytes,
+            block=lease.block.id,
             block_offset=0,
             seals=nothing_to_seal,
         )
@@ -158,16 +157,6 @@ class _FileSave(BackgroundSave):
         self.progress.end()  # there are no other ranks, and no metadata
         super()._settle(report)
 
-    def _placed(self, report: RankReport, *, after: Future[RankReport] | None) -> RankReport:
-        """The report after renaming the file; never raises an ordinary exception."""
-        if isinstance(report, RankFailed):
-            return report
-        try:
-            self._put_in_place(report.receipts[0].name, after)
-        except Exception as error:  # reported to the waiting caller
-            return self.failed(error, phase="commit")
-        return report
-
     def _put_in_place(self, temporary_name: str, after: Future[RankReport] | None) -> None:
         """Rename the file durably, after the earlier save has done so or has failed.
 
@@ -179,10 +168,16 @@ class _FileSave(BackgroundSave):
         """
         directory = os.path.dirname(self._path)
         temporary = os.path.join(directory, temporary_name)
+        timeout_s = self.engine.options.save_timeout_s
         try:
             sync_name(directory)
-            if after is not None:
-                self._let_go_first(after)
+            if after is not None and not is_done(after, timeout_s):
+                raise SaveTimeoutError(
+                    f"an earlier save to this file did not end within {timeout_s:g} s",
+                    phase="commit",
+                    path=self._path,
+                    hint="storage hangs, or EngineOptions.save_timeout_s is too short",
+                )
             if self.aborted:
                 raise SaveAbortedError("the save was aborted", phase="commit", path=self._path)
             keep_mode_and_owner(temporary, of=self._path)
@@ -209,21 +204,6 @@ class _FileSave(BackgroundSave):
                 else None,
             ) from error
         make_name_durable(self._path, what="the new file")
-
-    def _let_go_first(self, earlier: Future[RankReport]) -> None:
-        timeout_s = self.engine.options.save_timeout_s
-        if not is_done(earlier, timeout_s):
-            raise SaveTimeoutError(
-                f"an earlier save to this file did not end within {timeout_s:g} s",
-                phase="commit",
-                path=self._path,
-                hint="storage hangs, or EngineOptions.save_timeout_s is too short",
-            )
-
-
-def _beginning_of(name: str) -> str:
-    """As much of a file's name as leaves room for more: it may be as long as names can be."""
-    return os.fsencode(name)[:_NAME_NBYTES].decode(errors="ignore")
 
 
 class TorchAsyncCheckpoint:
@@ -272,21 +252,18 @@ class TorchAsyncCheckpoint:
             Raises:
                 OptionError: The target is not a path.
             """
-            self._schedule(state_dict, args, kwargs)
-
-    def _schedule(self, state_dict: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        target = kwargs.pop("f", None)
-        if target is None and args:
-            target, *rest = args
-            args = tuple(rest)
-        if not isinstance(target, str | os.PathLike):
-            raise OptionError(
-                f"an object of type {type(target).__name__} cannot be written in the background",
-                hint="pass a path: async_save(state_dict, path)",
-            )
-        save = _FileSave(state_dict, os.fspath(target), args, kwargs)
-        request = AsyncRequest(save, [0, None], [], preload_fn=save.stage)
-        self._queue.schedule_async_request(request)
+            target = kwargs.pop("f", None)
+            if target is None and args:
+                target, *args = args
+            if not isinstance(target, str | os.PathLike):
+                kind = type(target).__name__
+                raise OptionError(
+                    f"an object of type {kind} cannot be written in the background",
+                    hint="pass a path: async_save(state_dict, path)",
+                )
+            save = _FileSave(state_dict, os.fspath(target), tuple(args), kwargs)
+            request = AsyncRequest(save, [0, None], [], preload_fn=save.stage)
+            self._queue.schedule_async_request(request)
 
     def finalize_async_save(
         self, blocking: bool = False, no_dist: bool = True, terminate: bool = False

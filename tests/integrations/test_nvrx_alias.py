@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from nostall import nvrx_alias
-from nostall._nvrx import checkpointing_utils
 
 Facts = dict[str, Any]
 PACKAGE = "nvidia_resiliency_ext"
@@ -45,16 +44,7 @@ NAMES = {
     "checkpointing.async_ckpt.cached_metadata_filesystem_reader": [
         "CachedMetadataFileSystemReader"
     ],
-    "checkpointing.utils": [
-        "_disable_gc",
-        "debug_msg",
-        "debug_time",
-        "dict_list_map_outplace",
-        "diff",
-        "logger_stack",
-        "preload_tensors",
-        "wrap_for_async",
-    ],
+    "checkpointing.utils": ["diff", "preload_tensors"],
 }
 """What frameworks import, by module."""
 
@@ -62,7 +52,11 @@ INSTALLED = {
     "__init__.py": '__version__ = "0.4.1"\n',
     "inprocess.py": f"from {PACKAGE}.checkpointing.async_ckpt.core import abort_nvrx_checkpoint\n",
     "checkpointing/__init__.py": "",
-    "checkpointing/utils.py": "def diff(): 'the original'\ndef only_theirs(): return 'theirs'\n",
+    "checkpointing/utils.py": """\
+        def diff(): 'the original'
+        def only_theirs(): return 'theirs'
+        def debug_time(name): return lambda function: function
+        """,
     "checkpointing/async_ckpt/core.py": "class AsyncRequest: pass\nclass AsyncCallsQueue: pass\n",
     "checkpointing/local/__init__.py": "",
     "checkpointing/local/manager.py": """\
@@ -95,7 +89,7 @@ def installed(tmp_path: Path) -> Path:
 def test_preloaded_tensors_are_copies() -> None:
     """Of tensors in host memory, too: what training changes later is not in a checkpoint."""
     state: dict[str, Any] = {"weight": torch.ones(3), "list": [torch.ones(2)[:1], "text"]}
-    copied = checkpointing_utils.preload_tensors(state)
+    copied = nvrx_alias.preload_tensors(state)
     state["weight"].zero_()
     state["list"][0].zero_()
     assert copied["weight"].tolist() == [1.0] * 3
@@ -244,7 +238,7 @@ def test_other_parts_of_an_installed_nvrx_stay_its_own(installed: Path, tmp_path
         "before": False,
         "version": "0.7.0",
         "abort": True,
-        "diff": "nostall._nvrx.checkpointing_utils",
+        "diff": f"{PACKAGE}.checkpointing.utils",
         "theirs": "theirs",
         "written": "theirs",
     }

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 
 import nostall
 from nostall import CheckpointManager, KeepLatest
-from nostall._model.interrupts import uninterrupted
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall.manager import SaveHandle
 from support.faults import Hold, inject
 from support.interrupts import calls_ours, interrupted, takes_a_lock
@@ -178,21 +180,65 @@ def test_signals_at_moments_in_time(tmp_path: Path) -> None:
     )
 
 
-def test_a_second_signal_interrupts_at_once() -> None:
-    """The first one waits for the end of the section; the handler is the user's again then."""
+def test_a_signal_waits_for_the_end_of_a_block() -> None:
+    """That of the outermost, however often it comes; the handler is the user's again then."""
     reached = []
     handler = signal.getsignal(signal.SIGINT)
 
-    def interrupted_twice() -> None:
+    def interrupt() -> None:
         with uninterrupted():
             with uninterrupted():
-                signal.raise_signal(signal.SIGINT)
-                reached.append("after the first")
-            reached.append("after the inner section")
-            signal.raise_signal(signal.SIGINT)
-            reached.append("after the second")
+                for _ in range(3):
+                    signal.raise_signal(signal.SIGINT)
+                reached.append("after the signals")
+            reached.append("after the inner block")
 
     with pytest.raises(KeyboardInterrupt):
-        interrupted_twice()
-    assert reached == ["after the first", "after the inner section"]
+        interrupt()
     assert signal.getsignal(signal.SIGINT) is handler
+    assert reached == ["after the signals", "after the inner block"]
+
+
+def test_a_second_signal_interrupts_a_finalize_function() -> None:
+    """It may be a user's, and never return; the first one waits until it does."""
+    reached = []
+
+    def finalize() -> None:
+        for number in range(2):
+            signal.raise_signal(signal.SIGINT)
+            reached.append(number)
+
+    with nostall.AsyncCallsQueue() as queue:
+        queue.schedule_async_request(nostall.AsyncRequest(None, [], [finalize]))
+        with pytest.raises(KeyboardInterrupt):
+            queue.wait()
+        assert queue.pending == 0
+    assert reached == [0]
+
+
+@pytest.mark.parametrize("patience", [1, 2])
+@pytest.mark.parametrize("comes", ["before the wait", "in the wait"])
+def test_a_wait_is_interrupted(patience: int, comes: str) -> None:
+    """At once, or by a second signal while something is completed; a wait behind it is whole."""
+    main = threading.main_thread().ident
+    assert main is not None
+    never: Future[None] = Future()
+    timers = [threading.Timer(0.2 * n, signal.pthread_kill, (main, signal.SIGINT)) for n in (1, 2)]
+
+    def wait() -> None:
+        with uninterrupted(patience=patience):
+            try:
+                if comes == "before the wait":
+                    for _ in range(patience):
+                        signal.raise_signal(signal.SIGINT)
+                else:
+                    for timer in timers[:patience]:
+                        timer.start()
+                is_done(never, 60.0)
+            finally:
+                assert not is_done(never, 0.1)
+
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert time.monotonic() - began_s < 30

@@ -30,9 +30,8 @@ import nostall
 from nostall import _torch
 from nostall._engine import Engine
 from nostall._model.interrupts import is_done
-from nostall._queue.at_exit import await_answers
-from nostall._queue.finalizing import await_or_fail
-from nostall._queue.live import unanswered
+from nostall._queue.ending import await_answers, unanswered
+from nostall._queue.finalizing import fail_late
 from nostall._ranks.records import StoredRecords
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.split_save import SplitSave
@@ -906,7 +905,7 @@ def late_on_one_rank(out: Path) -> dict[str, Any]:
         if not is_first:
             hold.wait_reached()
             with patch.object(Engine, "cancel", crossing):
-                await_or_fail(job.queue._calls[0], longest_s=0.01)
+                fail_late(job.queue._calls[0], 0.01)
         wait_until(lambda: early._over is not None and early._over.done())
         barrier("late")
         job.queue.wait()
@@ -943,7 +942,7 @@ def forked(out: Path) -> int:
         child = os.fork()
         if child == 0:
             job.queue.close()
-            await_answers(unanswered, timeout_s=60.0)
+            await_answers(timeout_s=60.0)
             os._exit(0 if not unanswered else 1)
         _, status = os.waitpid(child, 0)
         hold.release()

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._engine import Engine
-from nostall._queue import at_exit
-from nostall._queue.live import finish_all_at_exit
+from nostall._queue import ending
+from nostall._queue.ending import finish_all_at_exit
 from nostall._ranks import agreement
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import SaveTimeoutError, StagingError
@@ -329,9 +329,30 @@ def a_poll_does_not_wait_for_ranks_that_poll_later(out: Path) -> None:
         queue.poll()
 
 
+def a_second_ctrl_c_leaves_the_wait_for_other_ranks(out: Path) -> str:
+    """Rank 0 waits for rank 1, which goes on only when that has been interrupted."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    store = dist.distributed_c10d._get_default_store()
+    queue = AsyncCallsQueue()
+    schedule(queue, out / "save", {f"rank{dist.get_rank()}": torch.ones(1000)})
+    left = "nothing"
+    if dist.get_rank() == 0:
+        for number in (1, 2):
+            threading.Timer(number / 2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            queue.wait()
+        except KeyboardInterrupt:
+            left = "the wait"
+        store.set("rank 0 has left", "")
+    else:
+        store.wait(["rank 0 has left"])
+    queue.close(abort=True)
+    return left
+
+
 def one_raises_after_a_poll_while_the_other_hangs(out: Path) -> None:
     """torch would wait for rank 1 before it ends the process of rank 0."""
-    at_exit.LEAVING_S = 0.5
+    ending.LEAVING_S = 0.5
     with AsyncCallsQueue() as queue:
         schedule(queue, out / "save", {f"rank{dist.get_rank()}": torch.ones(1000)})
         if dist.get_rank() == 0:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall import is_complete
-from nostall._queue import at_exit
+from nostall._queue import ending
 from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
 from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -260,7 +260,7 @@ def errors_in_the_block(out: Path) -> Facts:
         leaves = how == "together" or dist.get_rank() == 1
         queue = AsyncCallsQueue()
         raised = KeyError("mine")
-        at_exit.LEAVING_S = 60.0 if how == "together" else 0.2
+        ending.LEAVING_S = 60.0 if how == "together" else 0.2
         try:
             with queue if leaves else nullcontext():
                 schedule(queue, out / how, _state(1))

@@ -6,9 +6,6 @@ import errno
 import json
 import os
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -17,8 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall._memory import devices
-from nostall._queue import at_exit
+from nostall._queue import ending
 from support.ranks import RanksFailed, run_ranks, run_script
 from support.states import blobs, schedule, small_state
 from support.waiting import wait_until
@@ -226,19 +222,12 @@ class _Refusing:
     is_distributed = False
     tried = 0
 
-    def wait(self, timeout: float | None = None) -> object:
-        del timeout
+    def _finalize(self, *, until_s: float) -> object:
+        del until_s
         self.tried += 1
         raise RuntimeError("Connection closed by peer")
 
-    def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
-        del blocking
-        return []
-
-    def _finalize_done(self) -> object:
-        return []
-
-    def _give_up(self) -> None: ...
+    def close(self, *, abort: bool) -> None: ...
 
 
 def test_what_fails_at_once_is_not_tried_for_minutes(
@@ -246,88 +235,24 @@ def test_what_fails_at_once_is_not_tried_for_minutes(
 ) -> None:
     """And its cause is reported."""
     ended: list[int] = []
-    monkeypatch.setattr(at_exit, "end_process", ended.append)
     queue = _Refusing()
-    at_exit.finish_at_exit([queue], timeout_s=60)
+    monkeypatch.setattr(ending, "end_process", ended.append)
+    monkeypatch.setattr(ending, "unfinished_queues", {queue: None})
+    ending.finish_all_at_exit()
     assert (queue.tried, ended) == (1, [1])
     assert "Connection closed by peer" in caplog.text
-
-
-class _Waiting:
-    """A queue of several ranks, with one request that the first call finalises."""
-
-    pending = 1
-    is_distributed = True
-
-    def wait(self, timeout: float | None = None) -> object:
-        raise AssertionError(f"not the collective of other ranks: wait({timeout})")
-
-    def _finalize_done(self) -> object:
-        raise AssertionError("not the collective of other ranks")
-
-    def maybe_finalize_async_calls(self, *, blocking: bool) -> object:
-        assert blocking
-        self.pending = 0
-        self.devices = list(_on.devices)
-        return []
-
-    def _give_up(self) -> None: ...
-
-
-class _On(threading.local):
-    """The devices that are current for a thread."""
-
-    devices: tuple[torch.device, ...] = ()
-
-
-_on = _On()
-
-
-def test_requests_are_finalised_at_exit_on_the_accelerator_of_the_main_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Another thread starts at device 0, and NCCL's collectives would use it on each rank."""
-
-    @contextmanager
-    def on_devices(chosen: list[torch.device]) -> Iterator[None]:
-        _on.devices = tuple(chosen)
-        yield
-        _on.devices = ()
-
-    second = torch.device("cuda", 1)
-    monkeypatch.setattr(devices, "current_accelerators", lambda: [second])
-    monkeypatch.setattr(devices, "on_devices", on_devices)
-    ended: list[int] = []
-    monkeypatch.setattr(at_exit, "end_process", ended.append)
-    at_exit.prepare_for_exit()
-    queue = _Waiting()
-    at_exit.finish_at_exit([queue], timeout_s=60)
-    assert (queue.pending, ended) == (0, [])
-    assert queue.devices == [second]
-
-
-def test_an_accelerator_that_has_failed_does_not_hide_a_lost_save(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """After a device error each later call raises it again; the exit status reports the loss."""
-
-    def failed() -> list[torch.device]:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(devices, "current_accelerators", failed)
-    ended: list[int] = []
-    monkeypatch.setattr(at_exit, "end_process", ended.append)
-    at_exit.prepare_for_exit()
-    queue = _Waiting()
-    at_exit.finish_at_exit([queue], timeout_s=60)
-    assert (queue.pending, ended) == (1, [1])
-    assert "illegal memory access" in caplog.text
 
 
 def test_a_poll_does_not_wait_for_ranks_that_poll_later(tmp_path: Path) -> None:
     """The next poll has their answer."""
     run_ranks(2, "endings:a_poll_does_not_wait_for_ranks_that_poll_later", tmp_path)
     assert nostall.verify(tmp_path / "save").ok
+
+
+def test_a_second_ctrl_c_leaves_the_wait_for_other_ranks(tmp_path: Path) -> None:
+    """Within a second; the first one is raised when the ranks have finalised together."""
+    found = run_ranks(2, "endings:a_second_ctrl_c_leaves_the_wait_for_other_ranks", tmp_path)
+    assert found == ["the wait", "nothing"]
 
 
 def test_a_rank_ends_though_another_one_never_answers(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 import nostall
+from nostall._engine import Engine
 from nostall._model.interrupts import is_done
 from nostall._storage import posix
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
@@ -515,7 +516,7 @@ def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
         wait([queue._calls[0].outcome])
         began = time.monotonic()
         with (
-            released_in(AsyncCallsQueue._give_up, hold),
+            released_in(Engine.cancel, hold),
             pytest.raises(error, match="mine") as raised,
             queue,
         ):

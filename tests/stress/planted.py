@@ -70,8 +70,8 @@ DEFECTS = {
     ),
     "a request stays scheduled when it is finalised": Defect(
         "core.py",
-        "            with uninterrupted():\n                self._take(call)\n",
-        "            with uninterrupted():\n",
+        "                with uninterrupted(patience=2):\n                    self._take(call)\n",
+        "                with uninterrupted(patience=2):\n",
         ("tests/queue/test_queue.py",),
     ),
     "a tensor is not copied": Defect(

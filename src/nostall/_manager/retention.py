@@ -26,8 +26,8 @@ from nostall._manager.policies import (
     unseen_metrics,
 )
 from nostall._manager.steps import StepDirectories
-from nostall._model.interrupts import is_done, uninterruptible
-from nostall._model.threads import run_apart
+from nostall._model.interrupts import is_done, uninterrupted
+from nostall._model.threads import spawn
 from nostall.errors import (
     DamagedCheckpointError,
     OptionError,
@@ -104,10 +104,10 @@ class Retention:
 
     def begin(self, work: Callable[[], object]) -> None:
         """Begin to remove something, after what is being removed."""
-        with uninterruptible():
+        with uninterrupted():
             before, done = self._last, Future[None]()
             with suppress(RuntimeError):  # no thread can be started, as at exit
-                run_apart("nostall-retention", partial(self._run, before, done, work))
+                spawn("nostall-retention", partial(self._run, before, done, work))
                 self._last = done
 
     def _run(self, before: Future[None], done: Future[None], work: Callable[[], object]) -> None:

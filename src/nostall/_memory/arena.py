@@ -22,19 +22,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from glob import glob
 from typing import Any, ClassVar
 
 from nostall._memory.available import available_nbytes
 from nostall._model.anonymous import memory_descriptor
-from nostall._model.interrupts import uninterruptible
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
 _MAP_UNIT_NBYTES = 2 << 20
 """Blocks are a multiple of a huge page, so that the system can back them with huge pages."""
 _STAGED_PATIENCE_S = 2.0
 """Planning a staged save takes less. After that it is being written, and the wait is for that."""
+_LOOK_AGAIN_S = 1.0
 _MEMFD_PREFIX = "nostall-"
 _MARGIN_NBYTES = 32 << 20
 """What stays free when memory is reserved: the writer process needs about half of it."""
@@ -58,7 +60,7 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.id = next(Block._ids)
         self.nbytes = max(1, -(-nbytes // _MAP_UNIT_NBYTES)) * _MAP_UNIT_NBYTES
-        with uninterruptible(), _refusals(self.nbytes):
+        with _refusals(self.nbytes):
             self.fd = memory_descriptor(f"{_MEMFD_PREFIX}{self.id}")
             self.close_descriptor = weakref.finalize(self, os.close, self.fd)
             self.close_descriptor.atexit = False
@@ -210,8 +212,7 @@ class Lease:
 
     def release(self) -> None:
         """Return the block to the arena; its bytes may change from now on. Idempotent."""
-        with uninterruptible():
-            self._finalizer()
+        self._finalizer()
 
     def hand_over(self) -> Lease:
         """A new lease on the same block. This lease ends without returning the block."""
@@ -242,8 +243,9 @@ class Arena:
         self._makers: set[object] = set()
         """Callers that are making a block."""
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
-        self._lock = threading.RLock()  # acquired directly: see _model.interrupts
-        self._changed = threading.Condition(self._lock)
+        self._lock = threading.RLock()
+        self._changed: Future[None] = Future()
+        """Done at the next change, after which there is a new one."""
 
     def lease(self, nbytes: int, *, timeout_s: float, beyond_limit: bool = False) -> Lease:
         """A lease on a block of at least ``nbytes`` bytes; waits for an earlier save to return one.
@@ -265,7 +267,7 @@ class Arena:
         too_small: list[Block] = []
         try:
             while True:
-                with uninterruptible(), self._lock:
+                with self._lock:
                     block = self._take_free(nbytes)
                     if block is not None:
                         return self._leased_out(block)
@@ -281,11 +283,16 @@ class Arena:
                 beyond_limit = self._await_room(nbytes, timeout_s, deadline, patience)
             return self._lease_new(nbytes, too_small, maker)
         finally:
-            with uninterruptible(), self._lock:
+            with self._lock:
                 if maker in self._makers:  # after an error or an interrupt: others wait for it
                     self._makers.remove(maker)
-                    self._changed.notify_all()
+                    self._announce()
             self._drop_all(too_small)  # after an interrupt
+
+    def _announce(self) -> None:
+        """Wake the threads that wait for memory."""
+        changed, self._changed = self._changed, Future()
+        changed.set_result(None)
 
     @property
     def _has_room(self) -> bool:
@@ -298,15 +305,21 @@ class Arena:
             return is_closed or self._has_room or any(each.nbytes >= nbytes for each in self._free)
 
     def _await_room(self, nbytes: int, timeout_s: float, deadline: float, patience: float) -> bool:
-        """Wait until a block is returned.
+        """Wait until a block is returned, or for a second.
 
         Returns:
             Whether staged copies have held all of them for too long: the limit may be exceeded.
         """
         with self._lock:
             until = deadline if self._anything_unlabelled else min(deadline, patience)
-            if self._may_lease(nbytes) or self._changed.wait(until - time.monotonic()):
+            changed = self._changed
+            if self._may_lease(nbytes):
                 return False
+        left_s = until - time.monotonic()
+        if left_s > 0:
+            # A finalizer may announce a change while the wait for it begins.
+            is_done(changed, min(left_s, _LOOK_AGAIN_S))
+            return False
         if until < deadline:
             return True
         raise SaveTimeoutError(
@@ -338,7 +351,7 @@ class Arena:
         made = largest if largest is not None and largest.grow(nbytes) else None
         largest = None
         made = made or Block(nbytes)
-        with uninterruptible(), self._lock:
+        with self._lock:
             self._makers.remove(maker)
             return self._leased_out(made)
 
@@ -350,7 +363,7 @@ class Arena:
 
     def adopt(self, lease: Lease) -> Lease:
         """Take over a lease; its previous holder can no longer release it."""
-        with uninterruptible(), self._lock:
+        with self._lock:
             mine = lease.hand_over()
             self._leases.add(mine)
             return mine
@@ -385,24 +398,24 @@ class Arena:
         """Free all unleased memory; leased blocks are freed when they are returned."""
         with self._lock:
             self._max_blocks = 0
-            self._changed.notify_all()
+            self._announce()
         self.trim()
 
     def trim(self) -> None:
         """Free all unleased memory; later leases reserve it again."""
-        with uninterruptible(), self._lock:
+        with uninterrupted(), self._lock:
             free, self._free = self._free, []
         self._drop_all(free)
 
     def _give_back(self, block: Block) -> None:
         if os.getpid() != self._pid:
             return  # a forked child's copy of a lease; the lock may have been held during the fork
-        with uninterruptible(), self._lock:
+        with uninterrupted(), self._lock:  # a finalizer may call this
             self._leased.remove(block)
             keep = len(self._leased) + len(self._free) < self._max_blocks
             if keep:
                 self._free.append(block)
-            self._changed.notify_all()
+            self._announce()
         if not keep:
             self._drop(block)
 

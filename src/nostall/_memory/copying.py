@@ -22,7 +22,7 @@ import torch
 from nostall import _torch
 from nostall._memory.devices import DeviceCopy
 from nostall._memory.nontemporal import Copy, copy_past_caches
-from nostall._model.together import work_together
+from nostall._model.threads import work_together
 from nostall._model.values import TensorForm
 
 Source = TypeVar("Source", bound="torch.Tensor | bytes")

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nostall._memory.copying import Copies
-from nostall._model.interrupts import is_done, uninterruptible
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall.errors import SaveTimeoutError
 
 
@@ -62,7 +62,7 @@ class SnapshotFence:
         """Why the snapshot failed. Not an exception, whose traceback would hold the tensors."""
 
     def _make_lock(self) -> None:
-        self._lock = threading.RLock()  # acquired directly: see _model.interrupts
+        self._lock = threading.RLock()
         self._moved = threading.Condition(self._lock)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -75,34 +75,35 @@ class SnapshotFence:
             SaveTimeoutError: The tensors may not be changed yet after ``timeout`` seconds.
         """
         waiter = object()
-        try:
-            # Counted before the wait: the caller may change tensors the moment it ends.
-            with uninterruptible(), self._lock:
-                self._waiters.add(waiter)
-                self._moved.notify_all()
-            is_done(self._safe, math.inf if timeout is None else timeout)
-            with uninterruptible(), self._lock:
-                is_safe, copies = self._safe.done(), self._copies
+        with uninterrupted():
+            try:
+                # Counted before the wait: the caller may change tensors the moment it ends.
+                with self._lock:
+                    self._waiters.add(waiter)
+                    self._moved.notify_all()
+                is_done(self._safe, math.inf if timeout is None else timeout)
+                with self._lock:
+                    is_safe, copies = self._safe.done(), self._copies
+                    if not is_safe:
+                        self._waiters.discard(waiter)
                 if not is_safe:
+                    raise SaveTimeoutError(
+                        f"the snapshot is still being taken after {timeout:g} s",
+                        phase="stage",
+                        hint="wait again before changing any tensor",
+                    )
+                copies.precede_what_follows()
+            except BaseException:  # also Ctrl-C: the caller may not change tensors
+                with self._lock:
                     self._waiters.discard(waiter)
-            if not is_safe:
-                raise SaveTimeoutError(
-                    f"the snapshot is still being taken after {timeout:g} s",
-                    phase="stage",
-                    hint="wait again before changing any tensor",
-                )
-            copies.precede_what_follows()
-        except BaseException:  # also Ctrl-C: the caller may not change tensors
-            with uninterruptible(), self._lock:
-                self._waiters.discard(waiter)
-            raise
+                raise
 
     def wait_or_lose(self) -> None:
         """As :meth:`wait`, for an optimizer's step: after the timeout the save fails."""
         try:
             self.wait(self._timeout_s)
         except SaveTimeoutError:
-            with uninterruptible(), self._lock:
+            with uninterrupted(), self._lock:
                 if not self._safe.done():
                     self._lost = (
                         f"an optimizer's step waited {self._timeout_s:g} s for the snapshot,"

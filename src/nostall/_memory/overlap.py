@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from itertools import compress
 from operator import ne
 from typing import Any, TypeVar
@@ -34,8 +33,7 @@ from nostall import _torch
 from nostall._memory import devices
 from nostall._memory.copying import Copies, Source, detach_all
 from nostall._memory.fence import SnapshotFence
-from nostall._model.interrupts import uninterruptible
-from nostall._model.torch_threads import run_torch_apart
+from nostall._model.torch_threads import spawn_in_torch
 from nostall._model.wording import counted
 from nostall.errors import StagingError
 
@@ -139,23 +137,9 @@ def stage_behind(
         finally:
             fence.leave()
 
-    _run_apart(run, fence)
-    return done, fence
-
-
-def _run_apart(run: Callable[[], None], fence: SnapshotFence) -> None:
-    """Run a function that ends a fence on a thread, or here if there are no more threads."""
-    is_apart = False
+    fence.enter()
     try:
-        with uninterruptible():
-            fence.enter()
-            with suppress(RuntimeError):  # no more threads
-                run_torch_apart("nostall-staging", run)
-                is_apart = True
-    except BaseException:  # an interrupt, or no memory; no caller receives this fence
-        if not is_apart:
-            fence.end()
-            fence.leave()
-        raise
-    if not is_apart:
+        spawn_in_torch("nostall-staging", run)
+    except RuntimeError:  # no more threads
         run()
+    return done, fence

@@ -1,126 +1,133 @@
-"""Ctrl-C: its exception waits for the end of a section that must not be cut in two.
+"""Ctrl-C: its exception is raised where nothing is half done.
 
-An exception between two lines of a section, such as "start the save" and "note that it is
-started", would leave a save that nobody commits. The sections are short. A second Ctrl-C interrupts
-:func:`uninterrupted` at once, but not :func:`uninterruptible`.
+Python raises ``KeyboardInterrupt`` between any two instructions of the main thread, also after
+``Condition.__enter__`` has acquired its lock and before the block begins: every other thread that
+needs the lock waits for ever. Events, futures and ``Thread.start`` are built on conditions.
 
-Python's own locks are not safe either. An exception after ``Condition.__enter__`` has acquired its
-lock, and before the block begins, leaves the lock taken, and every other thread that needs it waits
-for ever. Events, futures and ``Thread.start`` are built on conditions. So where the main thread
-uses one, it acquires the condition's lock directly (``with lock`` is safe), or calls
-:func:`is_done`, :func:`on_done`, :func:`result_of` or :func:`start`.
+So each call of this library that changes something is an :func:`uninterrupted` block. Within it the
+exception is raised by :func:`is_done`, by which the main thread waits, in :func:`interruptible`
+parts, which are a user's functions, or at the end of the block.
 
 All of this is about SIGINT. A handler of another signal must not raise in the middle of a save.
 """
 
 from __future__ import annotations
 
-# A save has some twenty sections. The functions of ``signal`` turn handlers into members of enums
-# and back, so that a section takes 17 µs with them, and 2 µs with the functions behind them.
+# The functions of ``signal`` turn handlers into members of enums and back, so that a block takes
+# 17 µs with them, and 2 µs with the functions behind them.
 import _signal  # type: ignore[import-not-found]  # has no stub
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from signal import SIGINT
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the writer process needs none; their import loads logging, too
     from concurrent.futures import Future
-
-T = TypeVar("T")
 
 _OVERSLEPT_S = 0.1
 """A wait that ends this much too late was suspended: it goes on for as long, once."""
 
 
-class _Later:
-    """A handler of SIGINT that runs the previous one at the end of the section."""
+class _Deferral:
+    """The handler of SIGINT in a block, and what the main thread does there."""
 
-    def __init__(self, previous: Callable[[int, FrameType | None], Any]) -> None:
-        self.previous = previous
-        self.is_asked = False
+    def __init__(self) -> None:
+        self.previous: Callable[[int, FrameType | None], Any] = lambda *_: None
+        """The handler outside of blocks."""
+        self.asked = 0
+        """How often SIGINT has come since the block began, or since the last exception."""
+        self.patience = 1
+        """So often it has to come to interrupt a wait."""
+        self.is_interruptible = False
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self.is_asked:
-            self.previous(number, frame)
-        self.is_asked = True
+    def __call__(self, _number: int, frame: FrameType | None) -> None:
+        self.asked += 1
+        if self.is_interruptible:
+            self.raise_if_due(frame)
+
+    def raise_if_due(self, frame: FrameType | None = None) -> None:
+        """Run the handler outside of blocks, if SIGINT has come often enough."""
+        if self.asked < self.patience:
+            return
+        self.is_interruptible, self.asked = False, 0
+        self.previous(SIGINT, frame)
+        self.is_interruptible = True  # that handler raises nothing
 
 
-class _OnlyLater(_Later):
-    """One that waits for the end of the section however often it is asked."""
-
-    def __call__(self, *_: object) -> None:
-        self.is_asked = True
+_deferral = _Deferral()
 
 
-class _Section:
-    """A block that SIGINT interrupts at its end; see :func:`uninterrupted`."""
+class _Block:
+    """See :func:`uninterrupted`."""
 
-    __slots__ = ("_kind", "_later")
+    __slots__ = ("_outer", "_patience", "_previous")
 
-    def __init__(self, kind: type[_Later]) -> None:
-        self._kind = kind
-        self._later: _Later | None = None
+    def __init__(self, patience: int) -> None:
+        self._patience = patience
+        self._previous: Callable[[int, FrameType | None], Any] | None = None
+        self._outer: tuple[int, bool] | None = None
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
         previous = _signal.getsignal(SIGINT)
-        if callable(previous) and not isinstance(previous, self._kind):
-            self._later = self._kind(previous)
-            _signal.signal(SIGINT, self._later)
+        if not callable(previous):
+            return
+        if previous is not _deferral:
+            _deferral.previous, _deferral.asked, _deferral.patience = previous, 0, 1
+            _signal.signal(SIGINT, _deferral)  # from here on nothing is raised
+            self._previous = previous
+        self._outer = _deferral.patience, _deferral.is_interruptible
+        _deferral.patience = max(_deferral.patience, self._patience)
+        _deferral.is_interruptible = False
 
     def __exit__(self, *_: object) -> None:
-        later, self._later = self._later, None
-        if later is None:
+        if self._outer is None:
             return
-        if _signal.getsignal(SIGINT) is later:
-            _signal.signal(SIGINT, later.previous)
-        if later.is_asked:
-            later.previous(SIGINT, None)
-
-
-def uninterrupted() -> AbstractContextManager[None]:
-    """A section that SIGINT interrupts at its end only; nested ones at the end of the outermost.
-
-    Without effect on other threads, which Python never interrupts, and where SIGINT ends the
-    process or is ignored.
-    """
-    return _Section(_Later)
-
-
-def uninterruptible() -> AbstractContextManager[None]:
-    """As :func:`uninterrupted`, however often SIGINT comes: for what has to be completed."""
-    return _Section(_OnlyLater)
-
-
-def start(thread: threading.Thread) -> None:
-    """Start a thread. An interrupt is raised after it has started, or before it exists.
-
-    ``Thread.start`` waits for the new thread: in between, one of the two could wait for ever.
-
-    Raises:
-        RuntimeError: The system cannot start a thread.
-    """
-    with uninterruptible():
-        thread.start()
-
-
-def on_done(future: Future[T], function: Callable[[Future[T]], object]) -> None:
-    """Call a function when a future is done: if it is, here and now, where it may raise."""
-    with uninterruptible():
-        if not future.done():
-            future.add_done_callback(function)
+        _deferral.patience, _deferral.is_interruptible = self._outer
+        previous = self._previous
+        if previous is None:
             return
-    function(future)
+        if _signal.getsignal(SIGINT) is _deferral:
+            _signal.signal(SIGINT, previous)
+        if _deferral.asked:
+            _deferral.asked = 0
+            previous(SIGINT, None)
 
 
-def result_of(future: Future[T]) -> T:
-    """The result of a future that is done, or its exception."""
-    with uninterruptible():
-        return future.result(0)
+def uninterrupted(*, patience: int = 1) -> AbstractContextManager[None]:
+    """A block in which SIGINT raises its exception in waits only, or at the end.
+
+    Nested ones end with the outermost. Without effect on other threads, which Python never
+    interrupts, and where SIGINT ends the process or is ignored.
+
+    Args:
+        patience: How often SIGINT comes before it interrupts a wait; 2 for what should be
+            completed, such as a commit.
+    """
+    return _Block(patience)
+
+
+def is_uninterrupted() -> bool:
+    """Whether the main thread is in an :func:`uninterrupted` block; for handlers of signals."""
+    return _signal.getsignal(SIGINT) is _deferral
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """A part of an :func:`uninterrupted` block that waits, or runs a user's function."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _deferral.is_interruptible = True
+    try:
+        _deferral.raise_if_due()  # what came before
+        yield
+    finally:
+        _deferral.is_interruptible = False
 
 
 def is_done(future: Future[Any], timeout_s: float = 0.0) -> bool:
@@ -130,17 +137,17 @@ def is_done(future: Future[Any], timeout_s: float = 0.0) -> bool:
     the future itself may have ended with a timeout error.
     """
     ended = threading.Lock()
-    with uninterruptible():  # no lock of the future is waited for
+    with uninterrupted():
         if future.done() or timeout_s <= 0:
             return future.done()
         ended.acquire()
         future.add_done_callback(lambda _: ended.release())
-    # Nobody else waits for this lock.
-    wait_s = min(timeout_s, threading.TIMEOUT_MAX)
-    end_s = time.monotonic() + wait_s
-    if ended.acquire(timeout=wait_s):
-        return True
-    # After a suspension (SIGSTOP, a frozen container) the answer may be there, but not received.
-    # No longer than it was late: a busy machine must not double every deadline.
-    late_s = time.monotonic() - end_s
-    return late_s > _OVERSLEPT_S and ended.acquire(timeout=min(wait_s, late_s))
+        wait_s = min(timeout_s, threading.TIMEOUT_MAX)
+        end_s = time.monotonic() + wait_s
+        with interruptible():
+            if ended.acquire(timeout=wait_s):
+                return True
+            # After a suspension (SIGSTOP, a frozen container) the answer may be there, but not
+            # received. No longer than it was late: a busy machine must not double every deadline.
+            late_s = time.monotonic() - end_s
+            return late_s > _OVERSLEPT_S and ended.acquire(timeout=min(wait_s, late_s))

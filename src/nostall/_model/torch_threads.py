@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from nostall._model.interrupts import is_done, uninterruptible
-from nostall._model.threads import run_apart
+from nostall._model.interrupts import is_done, uninterrupted
+from nostall._model.threads import spawn
 
 _log = logging.getLogger("nostall")
 
@@ -24,7 +24,7 @@ _under_way: dict[Future[None], str] = {}
 """What an ending interpreter waits for, with the names of the threads."""
 
 
-def run_torch_apart(name: str, work: Callable[[], object]) -> Future[None]:
+def spawn_in_torch(name: str, work: Callable[[], object]) -> Future[None]:
     """Run ``work`` on a daemon thread; an ending interpreter waits for its end, 20 s at most.
 
     Returns:
@@ -44,11 +44,11 @@ def run_torch_apart(name: str, work: Callable[[], object]) -> Future[None]:
             _under_way.pop(ended, None)
             ended.set_result(None)
 
-    with uninterruptible():  # what has begun is waited for
+    with uninterrupted():  # what has begun is waited for
         _under_way[ended] = name
         try:
-            run_apart(name, run)
-        except BaseException:  # passed on; it has not begun
+            spawn(name, run)
+        except RuntimeError:  # passed on; it has not begun
             _under_way.pop(ended, None)
             raise
     return ended

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from nostall._engine import default_engine
-from nostall._model.interrupts import is_done, on_done, result_of, uninterruptible
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import Failure, RankFailed
 from nostall._model.lifecycle import Lifecycle, State
 from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
@@ -54,7 +54,7 @@ class Call:
 
     def settle(self, failure: Outcome) -> None:
         # An abort and an answer may coincide; the first one counts.
-        with uninterruptible(), suppress(InvalidStateError):
+        with suppress(InvalidStateError):
             self.outcome.set_result(failure and (self.late or failure))
 
     def discard(self) -> None:
@@ -66,7 +66,7 @@ class Call:
 
     def failure(self) -> Failure | None:
         """Its failure, if any; call it only when the request is done."""
-        return result_of(self.outcome)
+        return self.outcome.result()
 
 
 class AsyncCaller(ABC):
@@ -77,6 +77,7 @@ class AsyncCaller(ABC):
 
     def __init__(self) -> None:
         self._calls: deque[Call] = deque()
+        """The requests in progress, oldest first; an abort replaces the deque."""
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
         """Take the snapshot and start the request; returns when the trainer may change its tensors.
@@ -84,7 +85,8 @@ class AsyncCaller(ABC):
         Raises:
             StagingError: The request cannot be sent to another process.
         """
-        self.begin(AsyncRequest.of(async_req))
+        with uninterrupted(patience=2):
+            self.begin(AsyncRequest.of(async_req))
 
     def begin(self, request: AsyncRequest) -> Call:
         """As :meth:`schedule_async_call`; returns the call."""
@@ -121,11 +123,12 @@ class AsyncCaller(ABC):
         """Discard a request whose scheduling was interrupted: its caller never gets its index."""
         self.take_over(call)
         if call.native is not None:
-            call.native.give_up(interrupt)
+            call.native.abort(failure_of(interrupt, phase="start"))
+            call.discard()
 
     def _start(self, call: Call, args: list[Any], call_fd: int | None) -> None:
         if (native := call.native) is not None:
-            on_done(native.start(args[1]), lambda _: call.settle(native.failure()))
+            native.start(args[1]).add_done_callback(lambda _: call.settle(native.failure()))
             return
         assert call_fd is not None  # serialised above
         try:
@@ -133,7 +136,7 @@ class AsyncCaller(ABC):
         except BaseException:  # passed on; no process owns the descriptor
             os.close(call_fd)
             raise
-        on_done(call.process.submit(call_fd), lambda done: call.settle(done.result()))
+        call.process.submit(call_fd).add_done_callback(lambda done: call.settle(done.result()))
 
     def _fail(self, call: Call, error: Exception, *, phase: str) -> None:
         failure = failure_of(error, phase=phase)
@@ -154,25 +157,23 @@ class AsyncCaller(ABC):
         if not self._calls:
             return True
         call = self._calls[0]
-        while True:
-            if blocking:
-                timeout_s = default_engine().options.save_timeout_s
-                if not is_done(call.outcome, timeout_s):
-                    raise SaveTimeoutError(
-                        f"request {call.request.call_idx} was not done within {timeout_s:g} s",
-                        rank=coordination_for(None).rank,
-                        phase="write",
-                        hint="wait again, or give it up with close(abort=True)",
-                    )
+        timeout_s = default_engine().options.save_timeout_s
+        with uninterrupted():
+            if blocking and not is_done(call.outcome, timeout_s):
+                raise SaveTimeoutError(
+                    f"request {call.request.call_idx} was not done within {timeout_s:g} s",
+                    rank=coordination_for(None).rank,
+                    phase="write",
+                    hint="wait again, or give it up with close(abort=True)",
+                )
             alive = not is_done(call.outcome)
-            done = not alive if no_dist else self.sync_all_async_calls(alive)
-            if done:
-                self.take_over(call)
-                failure = call.failure()
-                if failure is not None and call.native is None:
-                    raise error_of(RankFailed(rank=coordination_for(None).rank, failure=failure))
-            if done or not blocking:
-                return done
+            if not (not alive if no_dist else self.sync_all_async_calls(alive)):
+                return False
+            self.take_over(call)
+            failure = call.failure()
+            if failure is not None and call.native is None:
+                raise error_of(RankFailed(rank=coordination_for(None).rank, failure=failure))
+        return True
 
     def sync_all_async_calls(self, is_alive: bool) -> bool:
         """Whether all ranks are done; this rank is not if ``is_alive``. Collective."""
@@ -210,23 +211,20 @@ class AsyncCaller(ABC):
 
     def abort_calls(self) -> None:
         """Abort all requests."""
-        calls, self._calls = self._calls, deque()  # later calls are kept
-        while True:
-            try:
-                call = calls.popleft()
-            except IndexError:  # empty; another thread may have taken the last call
-                return
-            if call.life.state is State.WRITING:  # else the scheduling thread detects the abort
-                call.life.to(State.ABORTED)
-            native = call.native
-            if native is not None and not is_done(call.outcome):
-                native.abort()
-            call.settle(
-                Failure(kind="SaveAbortedError", message="the request was aborted", phase="write")
-            )
-            call.discard()
-            if native is None:
-                self._call_is_done(call)
+        with uninterrupted():
+            # Later calls are kept; what is in the deque from now on, no other thread takes over.
+            calls, self._calls = self._calls, deque()
+            for call in calls:
+                if call.life.state is State.WRITING:  # else the scheduling thread detects the abort
+                    call.life.to(State.ABORTED)
+                native = call.native
+                if native is not None and not is_done(call.outcome):
+                    native.abort()
+                aborted = "the request was aborted"
+                call.settle(Failure(kind="SaveAbortedError", message=aborted, phase="write"))
+                call.discard()
+                if native is None:
+                    self._call_is_done(call)
 
 
 _LEGACY_CPU_PRIORITY = 10

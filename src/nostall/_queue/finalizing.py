@@ -1,8 +1,8 @@
-"""The end of one request: its deadline, its finalize functions, its errors."""
+"""The end of one request: its deadline, what ranks agree on, its finalize functions, its errors."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -12,21 +12,19 @@ from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure
 from nostall._model.lifecycle import State
 from nostall._queue.callers import Call
-from nostall._queue.preemption import preemption
-from nostall._ranks.agreement import PATIENCE_S, Scheduled, View, share_failure
+from nostall._queue.ending import scheduled, unanswered
+from nostall._queue.sigterm import preemption
+from nostall._ranks.agreement import PATIENCE_S, Question, View, share_failure
 from nostall._ranks.failures import raise_everywhere
 from nostall._ranks.group import Coordination, SingleProcess, coordination_for
 from nostall.errors import SaveAbortedError, SaveTimeoutError
 
 
-def await_or_fail(call: Call, *, longest_s: float) -> None:
-    """Wait until a request is done; after ``longest_s`` seconds it fails with a timeout."""
-    if is_done(call.outcome, longest_s):
-        return
-    timeout_s = default_engine().options.save_timeout_s
+def fail_late(call: Call, limit_s: float) -> None:
+    """Let a request fail with a timeout, unless its report comes first."""
     late = Failure(
         kind="SaveTimeoutError",
-        message=f"request {call.request.call_idx} was not done within {timeout_s:g} s"
+        message=f"request {call.request.call_idx} was not done within {limit_s:.4g} s"
         f"{_how_far([call])}",
         phase="write",
     )
@@ -38,15 +36,51 @@ def await_or_fail(call: Call, *, longest_s: float) -> None:
     call.settle(call.native.failure())  # none if the report has come first
 
 
-def require_scheduled(calls: Iterable[Call], scheduled: Collection[Call]) -> None:
-    """Check that requests are still scheduled.
+class Asking:
+    """What a queue has asked the other ranks about its first request, until the next poll."""
 
-    Raises:
-        SaveAbortedError: Another thread has aborted them.
-    """
-    for call in calls:
-        if call not in scheduled:
-            raise aborted_by_another_thread(call)
+    def __init__(self) -> None:
+        self._asked: tuple[Call, Question] | None = None
+
+    def view_of(
+        self, call: Call, mine: View, coordination: Coordination, *, now: bool, timeout_s: float
+    ) -> View | None:
+        """The view over all ranks of the first request; ``None`` if the next poll has it.
+
+        Unless it is wanted ``now``, a poll does not depend on ranks that poll later: it asks, and
+        the next one has the answer.
+        """
+        asked = self._asked
+        if asked is not None and asked[0] is call:
+            self._asked = None
+            answer = _answer(asked[1], timeout_s)
+            if answer.is_done or (answer.hurry and not mine.waits):
+                return answer
+        self.drop()
+        question = Question(mine, coordination)
+        if now or coordination.world_size == 1:
+            return _answer(question, timeout_s)
+        self._asked = (call, question)
+        return None
+
+    def drop(self) -> None:
+        """Do not wait for the answer, but remember at the end of the process that it is to come."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            unanswered[:] = [each for each in unanswered if not each.is_answered()]
+            unanswered.append(asked[1])
+
+    def forget_after_fork(self) -> None:
+        """In a forked child: the parent has asked."""
+        self._asked = None
+
+
+def _answer(question: Question, timeout_s: float) -> View:
+    try:
+        return question.answer(scheduled, timeout_s=timeout_s)
+    except KeyboardInterrupt:  # torch would wait for it at the end of the process
+        unanswered.append(question)
+        raise
 
 
 def look_at(call: Call, first_index: int, last_index: int, *, waits: bool) -> View:
@@ -73,37 +107,17 @@ def look_at(call: Call, first_index: int, last_index: int, *, waits: bool) -> Vi
     )
 
 
-def require_done(
-    calls: Sequence[Call],
-    unfinished: int,
-    coordination: Coordination,
-    scheduled: Scheduled,
-    *,
-    timeout_s: float,
-    hint: str,
-) -> None:
-    """Check after a wait that requests are done on all ranks. Collective.
-
-    Args:
-        calls: The requests.
-        unfinished: How many of them are not done on this rank.
-        coordination: The ranks.
-        scheduled: Names the missing ranks.
-        timeout_s: How long each rank has waited.
-        hint: That of the error.
-
-    Raises:
-        SaveTimeoutError: Some rank is not done, or does not call this.
-    """
-    (most,) = scheduled.maximum([unfinished], coordination, timeout_s=timeout_s)
-    if most:
-        raise SaveTimeoutError(
-            f"{unfinished} of {len(calls)} requests are not done on this rank after"
-            f" {timeout_s:g} s, and up to {most} on others{_how_far(calls)}",
-            rank=coordination.rank,
-            phase="write",
-            hint=hint,
-        )
+def late(calls: Sequence[Call], timeout_s: float, *, hint: str) -> SaveTimeoutError:
+    """The error for requests that are still scheduled after a wait."""
+    unfinished = sum(not is_done(call.outcome) for call in calls)
+    others = "" if unfinished else "; another rank is not done"
+    return SaveTimeoutError(
+        f"{unfinished} of {len(calls)} requests are not done on this rank after"
+        f" {timeout_s:g} s{others}{_how_far(calls)}",
+        rank=coordination_for(None).rank,
+        phase="write",
+        hint=hint,
+    )
 
 
 def finalize(call: Call, coordination: Coordination, agreed: View, *, no_dist: bool) -> None:

@@ -15,13 +15,15 @@ import pickle
 import queue
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from types import FunctionType
 from typing import Any
 
 from nostall._model.anonymous import memory_descriptor
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure
 from nostall._writer.child import ENCODING, ChildProcess, import_paths
 from nostall._writer.messages import Answer, Call, send
@@ -126,7 +128,8 @@ class PythonWorker(ChildProcess[Outcome]):
         """
         with self._lock:
             unfinished = [waiting.future for waiting in self._waiting.values()]
-        if abort or wait(unfinished, _DRAIN_TIMEOUT_S).not_done:
+        deadline_s = time.monotonic() + _DRAIN_TIMEOUT_S
+        if abort or not all(is_done(each, deadline_s - time.monotonic()) for each in unfinished):
             self.terminate("the request was aborted", kill_after_s=self._sigterm_timeout_s)
             return
         self.close(kill_after_s=self._sigterm_timeout_s)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+from nostall._model.interrupts import interruptible
 from nostall._ranks.failures import failure_of, raise_everywhere
 from nostall._ranks.group import are_same_ranks, coordination_for
 from nostall._save.background import BackgroundSave
@@ -109,7 +110,8 @@ class AsyncRequest(NamedTuple):
                 native.discard()
             raise_everywhere(failure, coordination)
         for finalize in self.finalize_fns:
-            finalize()
+            with interruptible():
+                finalize()
 
     def loaded_args(self) -> list[Any]:
         """The arguments after preloading."""
@@ -120,7 +122,8 @@ class AsyncRequest(NamedTuple):
                     f"a request with a preload_fn has {len(args)} arguments",
                     hint="pass at least two async_fn_args: the result replaces index 1",
                 )
-            args[1] = self.preload_fn()
+            with interruptible():
+                args[1] = self.preload_fn()
         return args
 
     @property
@@ -164,5 +167,6 @@ class AsyncRequest(NamedTuple):
                     hint="schedule and finalise the same requests in the same order on every rank",
                 )
         for finalize in self.finalize_fns:
-            finalize()
+            with interruptible():
+                finalize()
         return self.call_idx

@@ -7,7 +7,7 @@ announces the number of requests that it has scheduled; an error names the ranks
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -68,6 +68,9 @@ class Scheduled:
 
         The count is announced first: while the copy's threads occupy the cores, it takes 1 ms.
         """
+        if coordination.world_size == 1:
+            yield
+            return
         before = self._count
         try:
             self._count = before + 1
@@ -102,25 +105,19 @@ class Scheduled:
                 return f"ranks {others} did not exit with an exception as this one did"
             time.sleep(_LOOK_AGAIN_S)
 
-    def maximum(
-        self, numbers: Sequence[int], coordination: Coordination, *, timeout_s: float
-    ) -> list[int]:
-        """Element-wise maximum over all ranks. Collective.
-
-        Args:
-            numbers: This rank's numbers.
-            coordination: The ranks.
-            timeout_s: How long another rank may wait for its own files before it calls this.
-
-        Raises:
-            SaveTimeoutError: Other ranks do not call this; the text names those that are behind.
-        """
-        return self.wait(coordination.begin_maximum(numbers), coordination, timeout_s=timeout_s)
-
     def wait(
         self, pending: PendingMaximum, coordination: Coordination, *, timeout_s: float
     ) -> list[int]:
-        """As :meth:`maximum`, of one that was begun before."""
+        """The maximum over all ranks.
+
+        Args:
+            pending: The reduction, which has begun.
+            coordination: The ranks.
+            timeout_s: How long another rank may wait for its own files before it begins it.
+
+        Raises:
+            SaveTimeoutError: Other ranks do not begin it; the text names those that are behind.
+        """
         began_s, timeout_s = time.monotonic(), timeout_s + PATIENCE_S
         try:
             return pending.wait(timeout_s)

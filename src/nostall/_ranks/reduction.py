@@ -13,9 +13,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from nostall._model.interrupts import interruptible, uninterrupted
+
 _TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
-_LONGEST_S = 1e9
-"""Longest wait, 32 years; within the range of a ``timedelta``."""
+_SHORTEST_S, _SLICE_S = 0.001, 0.1
+"""torch takes a shorter wait for one without a limit."""
 
 
 class PendingMaximum(Protocol):
@@ -79,10 +81,18 @@ class Reduction:
             return [int(value) for value in self._tensor.tolist()]
 
     def _wait(self, timeout_s: float) -> None:
-        began_s = time.monotonic()
-        try:
-            self._work.wait(timedelta(seconds=min(timeout_s, _LONGEST_S)))
-        except RuntimeError as error:
-            if time.monotonic() - began_s < timeout_s and not _TIMED_OUT.search(str(error)):
-                raise  # not a timeout, ours or the group's: a rank has died
-            raise TimeoutError(str(error)) from error
+        """Wait in slices: Python handles signals between two of them."""
+        ends_s = time.monotonic() + timeout_s
+        while True:
+            with uninterrupted(patience=2), interruptible():
+                left_s = ends_s - time.monotonic()
+            try:
+                self._work.wait(timedelta(seconds=max(_SHORTEST_S, min(left_s, _SLICE_S))))
+            except RuntimeError as error:
+                is_over = self._work.is_completed()
+                if is_over and not _TIMED_OUT.search(str(error)):
+                    raise  # not a timeout, ours or the group's: a rank has died
+                if is_over or time.monotonic() >= ends_s:
+                    raise TimeoutError(str(error)) from error
+            else:
+                return

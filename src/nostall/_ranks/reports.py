@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from nostall._model.interrupts import is_done, on_done, result_of
+from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._ranks.failures import failure_of
 
@@ -37,7 +37,7 @@ def when_done(
         whole.set_result(report)
 
     for part in parts:
-        on_done(part, one_done)
+        part.add_done_callback(one_done)
     return whole
 
 
@@ -61,7 +61,7 @@ def await_report(
 ) -> RankReport:
     """Wait for a rank's report; after the deadline, give up the write and report a failure."""
     if is_done(future, timeout_s):
-        return result_of(future)
+        return future.result()
     give_up()
     hint = "the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck"
     if not is_done(future):

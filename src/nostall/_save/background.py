@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from nostall._engine import Engine, default_engine
-from nostall._model.interrupts import is_done, on_done, result_of, uninterruptible
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import Failure, RankFailed, RankReport
 from nostall._model.progress import Progress
 from nostall._ranks.failures import failure_of
@@ -47,17 +47,18 @@ class BackgroundSave(ABC):
     def __call__(self, _rank: int, snapshot: Any, _results: object = None) -> None:
         """Write while the caller waits: the ``save_fn``; argument index 1 is the snapshot."""
         self._begin(snapshot)
-        try:
-            report = self.write(snapshot)
-        except BaseException as error:  # reported to the other ranks if this one finalises
-            self.fail(error, phase="write")
-            raise
-        self._settle(report)
+        with uninterrupted():
+            try:
+                report = self.write(snapshot)
+            except BaseException as error:  # reported to the other ranks if this one finalises
+                self.fail(error, phase="write")
+                raise
+            self._settle(report)
 
     def start(self, snapshot: Any) -> Future[RankReport]:
         """Write in the background; the future always ends with a report."""
         self._begin(snapshot)
-        on_done(self.submit(snapshot), lambda done: self._settle(done.result()))
+        self.submit(snapshot).add_done_callback(lambda done: self._settle(done.result()))
         return self._report
 
     def fail(self, error: BaseException, *, phase: str) -> None:
@@ -77,19 +78,11 @@ class BackgroundSave(ABC):
             failure: Why; that it was aborted, by default.
         """
         self.aborted = True
-        self.engine.cancel(self.job, self._report)
+        self.engine.cancel(self.job, self._report if self._was_started else None)
         failure = failure or Failure(
             kind="SaveAbortedError", message="the save was aborted", phase="write"
         )
         self._settle(RankFailed(rank=self.rank, failure=failure))
-        self.progress.end()
-
-    def give_up(self, interrupt: BaseException) -> None:
-        """Remove all of a save whose scheduling was interrupted, at any point."""
-        self.aborted = True
-        self.engine.recall(self.job)
-        self.fail(interrupt, phase="start")
-        self.discard()
         self.progress.end()
 
     def await_report(self) -> RankReport:
@@ -115,7 +108,7 @@ class BackgroundSave(ABC):
 
     def failure(self) -> Failure | None:
         """Why the save failed; ``None`` if it did not or is not over."""
-        report = result_of(self._report) if is_done(self._report) else None
+        report = self._report.result() if is_done(self._report) else None
         return report.failure if isinstance(report, RankFailed) else None
 
     def _begin(self, snapshot: Any) -> None:
@@ -137,7 +130,7 @@ class BackgroundSave(ABC):
 
     def _settle(self, report: RankReport) -> None:
         # An abort and an answer may coincide; the first one counts.
-        with uninterruptible(), suppress(InvalidStateError):
+        with suppress(InvalidStateError):
             self._report.set_result(report)
 
     def __reduce__(self) -> str | tuple[Any, ...]:

@@ -20,8 +20,8 @@ from concurrent.futures import Future
 from functools import partial
 
 from nostall import _torch
-from nostall._model.interrupts import is_done, uninterruptible
-from nostall._model.torch_threads import run_torch_apart
+from nostall._model.interrupts import is_done
+from nostall._model.torch_threads import spawn_in_torch
 from nostall._model.values import MOST_SERIES, SaveId
 from nostall._ranks.agreement import PATIENCE_S
 from nostall._ranks.records import Records
@@ -139,7 +139,7 @@ class EarlyCommit:
         over: Future[None] = Future()
         self._over = over
         try:
-            run_torch_apart("nostall-early", partial(self._run, over))
+            spawn_in_torch("nostall-early", partial(self._run, over))
         except RuntimeError:  # the interpreter is ending, or no thread can be started
             self._is_allowed = False
             over.set_result(None)
@@ -183,7 +183,7 @@ class EarlyCommit:
 
     def stop(self) -> None:
         """Begin nothing any more; a commit that has begun goes on."""
-        with uninterruptible(), self._lock:
+        with self._lock:
             self._stopped.set()
 
     def finish(self) -> Ending | None:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall._memory.fence import SnapshotFence
 from nostall._memory.overlap import changed_too_early
 from nostall._memory.snapshot import Snapshot
-from nostall._model.interrupts import is_done, on_done
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten
 from nostall._model.lifecycle import State
 from nostall._model.values import RankFiles
@@ -75,19 +75,20 @@ class SplitSave(BackgroundSave):
         snapshot: Snapshot | Future[Snapshot]
         # Faults are those set when the save is scheduled.
         target = replace(self.prepared.target, faults=self.engine.faults)
-        try:
-            self.prepared = replace(self.prepared, target=target)
-            if self.prepared.target.settings.options.staging == "overlapped":
-                snapshot, self._fence = stage_in_background(
-                    self.prepared, self.engine, is_aborted=lambda: self.aborted
-                )
-            else:
-                snapshot = stage(self.prepared, self.engine)
-        except BaseException:  # passed on
-            self.engine.stop_threads(self.job)
-            remove_in_time(sorted(self.progress.created))
-            raise
-        self.prepared = without_sources(self.prepared)
+        with uninterrupted():
+            try:
+                self.prepared = replace(self.prepared, target=target)
+                if self.prepared.target.settings.options.staging == "overlapped":
+                    snapshot, self._fence = stage_in_background(
+                        self.prepared, self.engine, is_aborted=lambda: self.aborted
+                    )
+                else:
+                    snapshot = stage(self.prepared, self.engine)
+            except BaseException:  # passed on
+                self.engine.stop_threads(self.job)
+                remove_in_time(sorted(self.progress.created))
+                raise
+            self.prepared = without_sources(self.prepared)
         return snapshot
 
     def wait_staged(self, timeout: float | None) -> None:
@@ -106,7 +107,7 @@ class SplitSave(BackgroundSave):
         if is_done(staging, timeout_s):
             return staging.result()
         self.aborted = True
-        on_done(staging, self._give_up)
+        staging.add_done_callback(self._give_up)
         raise SaveTimeoutError(
             f"the snapshot was not taken within {timeout_s:g} s",
             rank=self.rank,
@@ -152,9 +153,9 @@ class SplitSave(BackgroundSave):
             except BaseException as error:  # becomes the report
                 report.set_result(self.failed(error, phase="stage"))
                 return
-            on_done(written, lambda done: report.set_result(done.result()))
+            written.add_done_callback(lambda done: report.set_result(done.result()))
 
-        on_done(staging, go_on)
+        staging.add_done_callback(go_on)
         return report
 
     def _settle(self, report: RankReport) -> None:

@@ -75,9 +75,7 @@ def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:
 
 def _cancel(written: Sequence[Future[RankReport]], target: SaveTarget, engine: Engine) -> None:
     # No file of a save that is given up may be written later: another save may use its name.
-    if written:
-        engine.cancel(target.job, when_done(written, joined))
-    engine.recall(target.job)
+    engine.cancel(target.job, when_done(written, joined) if written else None)
 
 
 def _begin_snapshot(

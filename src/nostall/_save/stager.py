@@ -34,7 +34,6 @@ from nostall._memory.staged_state import (
     structure_of,
     unstaged,
 )
-from nostall._model.interrupts import on_done
 from nostall._model.jobs import RankFailed
 from nostall._model.names import FileFormat
 from nostall._model.values import ItemShape, Layout
@@ -141,7 +140,7 @@ def _copy_in_background(
         fence.leave()
         future.set_result(staged)
 
-    on_done(done, settle)
+    done.add_done_callback(settle)
     return Staged(copied=future, fence=fence)
 
 

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from nostall._engine import Engine, default_engine
+from nostall._model.interrupts import uninterrupted
 from nostall._plan.layout import FileNaming, Packing
 from nostall._save.stager import shapes_planned_alone
 from nostall.errors import NostallError, OptionError, SaveTimeoutError
@@ -53,7 +54,8 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
     else:
         nbytes = require_integer("share", share, at_least=0)
     if wait:
-        _warm_up(engine, nbytes, timeout)
+        with uninterrupted():
+            _warm_up(engine, nbytes, timeout)
         return
 
     def warm_up() -> None:
@@ -62,7 +64,8 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
         except NostallError as error:  # the first save meets it, too
             _log.warning("the warm-up failed: %s", error)
 
-    engine.reserve_on_thread(warm_up)
+    with uninterrupted():
+        engine.reserve_on_thread(warm_up)
 
 
 def _warm_up(engine: Engine, nbytes: int, timeout_s: float) -> None:

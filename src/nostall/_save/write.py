@@ -12,7 +12,6 @@ from functools import partial
 
 from nostall._engine import Engine
 from nostall._memory.snapshot import Snapshot
-from nostall._model.interrupts import is_done, start
 from nostall._model.jobs import (
     NO_BLOCK,
     FileImage,
@@ -22,10 +21,11 @@ from nostall._model.jobs import (
     page_aligned,
 )
 from nostall._model.lifecycle import State
+from nostall._model.threads import spawn_or_run
 from nostall._model.values import Layout
 from nostall._plan.skeleton import container_settings
 from nostall._ranks.failures import failure_of
-from nostall._ranks.reports import CANCEL_TIMEOUT_S, await_report, joined, when_done
+from nostall._ranks.reports import await_report, joined, when_done
 from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import is_address, storage_options_of
@@ -160,17 +160,7 @@ def in_thread(
                 report = RankFailed(rank=target.settings.rank, failure=failure)
         future.set_result(report)
 
-    thread = threading.Thread(target=run, name="nostall-writer", daemon=True)
-    try:
-        start(thread)
-    except RuntimeError:  # the interpreter is ending, or no thread can be started
-        run()
-    except BaseException:  # Ctrl-C before or after the start
-        engine.stop_threads(target.job)
-        if thread.ident is None:
-            run()  # gives back what it owns
-        is_done(future, CANCEL_TIMEOUT_S)
-        raise
+    spawn_or_run("nostall-writer", run)
     return future
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeVar
 
 from nostall._model.interrupts import is_done
-from nostall._model.threads import run_apart, start_apart
+from nostall._model.threads import spawn_or_run
 from nostall._storage.unused_files import remove_unnamed
 from nostall.errors import SaveTimeoutError
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 def begin(name: str, call: Callable[[], T]) -> Future[T]:
     """Begin a call on a separate daemon thread; the future has its result, or its exception."""
     done: Future[T] = Future()
-    start_apart(name, partial(_settle, done, call))
+    spawn_or_run(name, partial(_settle, done, call))
     return done
 
 
@@ -60,7 +60,7 @@ def in_time(
     """
     done: Future[T] = Future()
     try:
-        _begin(partial(_settle, done, call))
+        spawn_or_run("nostall-storage", partial(_settle, done, call))
         late = not is_done(done, timeout_s)
     except BaseException:  # an interrupt, such as Ctrl-C
         give_up()
@@ -109,13 +109,6 @@ def remove_in_time(
             timeout_s,
             named,
         )
-
-
-def _begin(work: Callable[[], object]) -> None:
-    try:
-        run_apart("nostall-storage", work)
-    except RuntimeError:  # no thread can be started, as at exit
-        work()
 
 
 def _settle(done: Future[T], call: Callable[[], T]) -> None:

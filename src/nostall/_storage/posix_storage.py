@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from nostall._model.names import METADATA_SUFFIX
-from nostall._model.threads import start_apart
+from nostall._model.threads import spawn_or_run
 from nostall._storage.port import Conflict, Version, reason, version_of
 from nostall._storage.posix import (
     UnfinishedFile,
@@ -217,7 +217,7 @@ def _durable_name(directory: str) -> Iterator[None]:
         except OSError as error:
             failures.append(error)
 
-    thread = start_apart("nostall-commit", sync)
+    thread = spawn_or_run("nostall-commit", sync)
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from nostall._model.threads import start_apart
+from nostall._model.threads import spawn_or_run
 from nostall._storage.places import is_address
 from nostall._storage.posix import close_all, has_room_for, remove_and_hold
 from nostall._storage.unused_files import remove_files
@@ -33,7 +33,7 @@ class RemovedFiles:
         if not self._held:
             return
         is_scarce = not has_room_for(self._held)
-        thread = start_apart("nostall-closing", self.close_all)
+        thread = spawn_or_run("nostall-closing", self.close_all)
         if thread is not None and is_scarce:
             with self._lock:
                 self._closing.append(thread)

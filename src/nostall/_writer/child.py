@@ -25,8 +25,9 @@ from typing import Generic, TypeAlias, TypeVar
 import psutil
 
 from nostall._model import checksum
-from nostall._model.interrupts import is_done, start, uninterruptible
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import Failure
+from nostall._model.threads import spawn
 from nostall._writer.messages import Answer, Message, Ready, Receiver, send
 from nostall._writer.parent import STARTED
 from nostall.errors import ProtocolError, WriterDiedError
@@ -125,10 +126,7 @@ class ChildProcess(Generic[T]):
         self._death: Failure | None = None
         self._hung_up = False
         self._ready: Future[None] = Future()
-        self._receiver = threading.Thread(
-            target=self._receive, name=f"nostall-receiver-{self.pid}", daemon=True
-        )
-        start(self._receiver)
+        self._receiver = spawn(f"nostall-receiver-{self.pid}", self._receive)
         self.set_priority(cpu_priority, io_priority)
 
     def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
@@ -154,8 +152,7 @@ class ChildProcess(Generic[T]):
     def alive(self) -> bool:
         """Whether it accepts requests; false from the moment it ends, not from its detection."""
         # poll() returns None while the receiving thread waits for the exit status, hence the flag.
-        with uninterruptible():  # poll() takes a lock
-            return self._death is None and not self._hung_up and self._process.poll() is None
+        return self._death is None and not self._hung_up and self._process.poll() is None
 
     @property
     def idle(self) -> bool:
@@ -235,14 +232,11 @@ class ChildProcess(Generic[T]):
             self._hung_up = True  # the receiving thread learns how it ended, and says so
         except (OSError, ValueError) as error:  # ValueError: the socket was closed meanwhile
             self.kill(f"it no longer receives messages ({type(error).__name__}: {error})")
-        except BaseException as error:  # an interrupt, perhaps in the middle of a message
-            self.kill(f"sending to it was interrupted ({type(error).__name__})")
-            raise
 
     def _send_later(self, message: Message) -> None:
         """Send with the next message, or now if no thread sends: for finalizers."""
         self._later.append(message)
-        with uninterruptible():
+        with uninterrupted():
             if self._send_lock.acquire(blocking=False):
                 try:
                     self._send_waiting()

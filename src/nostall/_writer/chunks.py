@@ -35,7 +35,7 @@ from nostall._model.jobs import (
     WriteWork,
     page_aligned,
 )
-from nostall._model.together import work_together
+from nostall._model.threads import work_together
 from nostall._storage.places import is_address
 from nostall._storage.port import Files, Upload, may_pass
 from nostall._writer.faults import Faults

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 
 from nostall._memory.arena import Block, Lease
-from nostall._model.interrupts import on_done
 from nostall._model.jobs import Failure, RankFailed, RankReport, WriteJob
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.posix import remove_empty_files
@@ -69,7 +68,7 @@ class WriterProcess(ChildProcess[RankReport]):
 
         self._created[job.job] = note
         report = self._ask(job.job, on_death, self._messages(job, lease.block), holds=lease)
-        on_done(report, lambda _: self._created.pop(job.job, None))
+        report.add_done_callback(lambda _: self._created.pop(job.job, None))
         return report
 
     def _messages(self, job: WriteJob, block: Block) -> Iterator[Addressed]:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from nostall._model.jobs import FileImage, FileReceipt, WriteJob, WriteWork
-from nostall._model.together import work_together
+from nostall._model.threads import work_together
 from nostall._storage.posix import create_new
 from nostall._storage.streams import StreamTarget, write_stream
 from nostall._writer.faults import Faults

@@ -158,7 +158,7 @@ class Saves:
             if wait:
                 self._queue.maybe_finalize_async_calls(blocking=True)
             else:  # frameworks look for what is committed right after
-                self._queue._finalize_done()
+                self._queue._finalize(until_s=None)
 
     def close(self, error: BaseException | None = None) -> None:
         """Commit all saves and end worker processes.

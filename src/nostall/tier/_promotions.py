@@ -14,12 +14,11 @@ from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 from nostall._engine import default_engine
-from nostall._model.interrupts import is_done, on_done, result_of, uninterruptible
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import Failure, RankFailed
 from nostall._model.wording import counted
-from nostall._queue.at_exit import end_with_a_loss
-from nostall._queue.live import finish_all_at_exit
-from nostall._queue.preemption import preemption
+from nostall._queue.ending import end_with_a_loss, finish_all_at_exit
+from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import error_of, failure_of
 from nostall._storage.deadlines import in_time
 from nostall._storage.destination import local_tier_of, place_of
@@ -88,7 +87,8 @@ class Promotion:
     @property
     def failure(self) -> Failure | None:
         """Why the destination will not get the checkpoint, if it is over."""
-        return result_of(self._outcome) if self.done else None
+        with uninterrupted():
+            return self._outcome.result() if self.done else None
 
     @property
     def status(self) -> PromotionStatus:
@@ -127,7 +127,7 @@ class Promotion:
         """Record how it ended; the first end counts."""
         if failure is not None:
             _log.error("not promoted: path=%s: %s", self.path, failure.message)
-        with uninterruptible(), suppress(InvalidStateError):
+        with uninterrupted(), suppress(InvalidStateError):
             self._outcome.set_result(failure)
 
 
@@ -160,7 +160,7 @@ class _Copying(ChildProcess[Failure | None]):
             "sys_path": import_paths() if is_address(root.destination) else [],
         }
         outcome = self._ask(job, lambda failure: failure, [(Ask(message), (root.lock_fd,))])
-        on_done(outcome, lambda _: self._asked.pop(job, None))
+        outcome.add_done_callback(lambda _: self._asked.pop(job, None))
         return outcome
 
     def _handle_event(self, message: Message) -> None:
@@ -209,7 +209,7 @@ class Root:
     def begin(self, name: str, **options: Any) -> Promotion:
         """Promote what is committed in a directory; with :data:`_OPTIONS`. Failures come later."""
         promotion = Promotion(self, {**_OPTIONS, **options, "name": name})
-        with uninterruptible():  # what is pending is submitted
+        with uninterrupted():  # what is pending is submitted
             missing = [
                 each for each in self.missing() if not each.done or each.path != promotion.path
             ]
@@ -229,7 +229,7 @@ class Root:
         promotion.starts += 1
         try:
             outcome = _process.running().ask(promotion)
-            on_done(outcome, lambda answered: self._settle(promotion, answered.result()))
+            outcome.add_done_callback(lambda answered: self._settle(promotion, answered.result()))
         except Exception as error:  # no process can be started; the checkpoint is committed
             promotion.end(failure_of(error, phase="promote"))
 

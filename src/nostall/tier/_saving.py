@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall._engine import default_engine
 from nostall._model.names import METADATA_NAME
-from nostall._model.threads import start_apart
+from nostall._model.threads import spawn_or_run
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
 from nostall._save.rank_save import RankSave, Staging
@@ -163,7 +163,7 @@ class TieredSave(RankSave):
             aside = f"{_REMOVED}{os.urandom(8).hex()}"
             os.rename(os.path.join(root.path, name), os.path.join(root.path, aside))
         left = [name for name in os.listdir(root.path) if name.startswith(_REMOVED)]
-        start_apart("nostall-tier", lambda: _remove(root.path, left))
+        spawn_or_run("nostall-tier", lambda: _remove(root.path, left))
 
     @contextmanager
     def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:

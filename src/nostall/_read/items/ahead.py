@@ -10,7 +10,7 @@ from typing import Protocol
 
 from typing_extensions import Self
 
-from nostall._model.interrupts import uninterrupted, uninterruptible
+from nostall._model.interrupts import uninterrupted
 from nostall._read.items.opened import OpenFile
 from nostall._read.items.workers import Task, Workers
 from nostall._read.plan import Wanted
@@ -69,7 +69,7 @@ class Ahead:
             self._finish_oldest(workers)
         while True:
             try:
-                with uninterrupted():  # storage that hangs can be left by a second Ctrl-C
+                with uninterrupted(patience=2):  # a second Ctrl-C leaves storage that hangs
                     file = OpenFile(files, name, items)
                     self._open.add(file)
             except OSError as error:
@@ -100,7 +100,7 @@ class Ahead:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with uninterruptible():
+        with uninterrupted():
             for file in self._open:
                 file.close()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from nostall._model.interrupts import uninterruptible
+from nostall._model.interrupts import uninterrupted
 from nostall._read.damage import damaged, missing, too_short
 from nostall._read.objects import ENVIRONMENT_HINT
 from nostall._read.plan import Wanted
@@ -73,5 +73,5 @@ class OpenFile:
 
     def close(self) -> None:
         """Close the file. Idempotent."""
-        with uninterruptible():
+        with uninterrupted():
             self._source.close()

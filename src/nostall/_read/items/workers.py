@@ -9,7 +9,7 @@ from threading import Thread
 
 from typing_extensions import Self
 
-from nostall._model.interrupts import uninterruptible
+from nostall._model.interrupts import uninterrupted
 from nostall.errors import ReadError
 
 _LOOK_AGAIN_S = 1.0
@@ -38,7 +38,7 @@ class Workers:
     """Threads for reads; when the context ends, none of them reads or writes any more.
 
     Ctrl-C interrupts :meth:`wait`, and never leaves a lock that a thread or the interpreter's exit
-    waits for: outside of uninterruptible sections nothing but a ``SimpleQueue`` is waited for,
+    waits for: outside of uninterrupted sections nothing but a ``SimpleQueue`` is waited for,
     which an exception leaves as it was. The end of the context waits for the piece that each thread
     reads. So does Ctrl-C then, however often it comes: a thread of an ended load would write to
     tensors in use.
@@ -77,7 +77,7 @@ class Workers:
         name = f"nostall-read_{len(self._started)}"
         thread = Thread(target=self._work, name=name, daemon=True)
         try:
-            with uninterruptible():
+            with uninterrupted():
                 thread.start()
                 self._started.append(thread)
         except RuntimeError as error:
@@ -134,7 +134,7 @@ class Workers:
         raised: BaseException | None = None
         while True:
             try:
-                with uninterruptible():
+                with uninterrupted():
                     self._end()
                     break
             except BaseException as error:  # of a signal's handler: raised once all threads ended

@@ -14,6 +14,7 @@ by an exception in the main thread if no save is pending or in progress. Otherwi
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import logging
 import math
 import os
@@ -25,7 +26,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from nostall._model.interrupts import start
+from nostall._model.interrupts import is_uninterrupted, uninterrupted
+from nostall._model.threads import spawn
 from nostall.errors import OptionError
 from nostall.options import is_possible_wait
 
@@ -39,26 +41,31 @@ _SETTLED_S = 2.0
 _ABANDON_S = 5.0
 
 
+def is_interpreter_ending() -> bool:
+    """Whether the main thread has ended, and the interpreter waits for others."""
+    return concurrent.futures.thread._shutdown  # no public name says so
+
+
 class Preemption:
     """Whether and when SIGTERM has arrived, and the deadline."""
 
     def __init__(self) -> None:
-        self._forget()
         self._previous: Any = signal.SIG_DFL
         self._is_installed = False
+        self._grace_s = 0.0
         self._is_anything_pending: Callable[[], bool] = lambda: False
+        self._forget()
 
     def _forget(self) -> None:
-        self._sections = 0
-        self._lock = threading.Lock()  # never taken by the handler
-        self._last_section_s = 0.0
         self._asked_at_s: float | None = None
-        self._grace_s = 0.0
-        self._is_overdue = False
         self._is_reminder = False
         """Whether this process has sent the next signal itself."""
-        self.is_ending = False
-        """Whether the process ends already, so that the signal raises nothing."""
+        self._sections: set[object] = set()
+        """The calls in progress that save; on any thread, by single operations of the set."""
+        self._last_part_s = -math.inf
+        """When a part of a synchronous save has ended."""
+        self.is_raised = False
+        """Whether the process ends by the exception of a signal."""
 
     @property
     def asked(self) -> bool:
@@ -67,18 +74,11 @@ class Preemption:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the process ends; infinite without a signal."""
+        """Seconds until the process ends; infinite without a signal, 0 after the grace period."""
         asked_at_s = self._asked_at_s
-        return (
-            math.inf
-            if asked_at_s is None
-            else max(0.0, asked_at_s + self._grace_s - time.monotonic())
-        )
-
-    @property
-    def is_too_late(self) -> bool:
-        """Whether the grace period is over; saves then fail because they are aborted."""
-        return self.left_s <= 0
+        if asked_at_s is None:
+            return math.inf
+        return max(0.0, asked_at_s + self._grace_s - time.monotonic())
 
     def install(
         self,
@@ -104,13 +104,9 @@ class Preemption:
             raise OptionError(f"grace_s={grace_s!r} is not possible", hint="use seconds > 0")
         self._grace_s = grace_s
         self._is_anything_pending = is_anything_pending
-
         # A handler must not start a thread or set an event: the main thread may hold their locks.
         asked, wake = os.pipe()
-        watch = threading.Thread(
-            target=self._watch, args=(asked, grace_s, abandon), name="nostall-sigterm", daemon=True
-        )
-        start(watch)
+        spawn("nostall-sigterm", lambda: self._watch(asked, abandon))
 
         def handle(_number: int, frame: FrameType | None) -> None:
             is_reminder, self._is_reminder = self._is_reminder, False
@@ -119,8 +115,10 @@ class Preemption:
                     return  # its signal is already handled
                 self._asked_at_s = time.monotonic()
                 os.write(wake, b"1")
-            if not self._sections and (self._is_overdue or self._is_idle()):
-                self._end(frame)
+            is_settled = time.monotonic() - self._last_part_s >= _SETTLED_S
+            is_overdue = self.left_s < self._grace_s / 2
+            if not is_uninterrupted() and (is_overdue or is_settled):
+                self._end_if_idle(frame, even_if_pending=is_overdue)
 
         previous = signal.signal(signal.SIGTERM, handle)
         if not self._is_installed:
@@ -128,73 +126,67 @@ class Preemption:
 
     @contextmanager
     def deferred(self, *, then_end: bool = True) -> Iterator[None]:
-        """The process does not end inside the block; after it, on SIGTERM with nothing pending.
+        """No signal interrupts the block; after it, SIGTERM ends the process if nothing is pending.
 
         Args:
             then_end: False for a part of a save whose caller continues with it.
         """
-        with self._lock:
-            self._sections += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._sections -= 1
-            if not then_end:
-                self._last_section_s = time.monotonic()
-        if not then_end or not self.asked or self._sections or self._is_anything_pending():
-            return
-        if threading.current_thread() is threading.main_thread():
-            self._end(None)  # on other threads the handler does it within a second
+        section = object()
+        with uninterrupted():
+            self._sections.add(section)
+            try:
+                yield
+            finally:
+                if not then_end:
+                    self._last_part_s = time.monotonic()
+                self._sections.discard(section)
+        # On other threads the handler does it within a second.
+        if then_end and self.asked and threading.current_thread() is threading.main_thread():
+            self._end_if_idle(None)
 
     def forget_after_fork(self) -> None:
         """In a forked child: forget the parent's signal, and restore the previous handler."""
-        if not self._is_installed:
-            return
         self._forget()
-        self._is_installed = False
-        signal.signal(signal.SIGTERM, self._previous)
+        if self._is_installed:
+            self._is_installed = False
+            signal.signal(signal.SIGTERM, self._previous)
 
-    def _is_idle(self) -> bool:
-        settled = time.monotonic() - self._last_section_s >= _SETTLED_S
-        return settled and not self._is_anything_pending()
-
-    def _end(self, frame: FrameType | None) -> None:
-        """Run the previous handler, or raise ``SystemExit``."""
-        if self.is_ending:
+    def _end_if_idle(self, frame: FrameType | None, *, even_if_pending: bool = False) -> None:
+        """Run the previous handler, or raise ``SystemExit``, unless a save is in progress."""
+        is_pending = self._is_anything_pending() and not even_if_pending
+        if self._sections or is_pending or self.is_raised or is_interpreter_ending():
             return
-        self.is_ending = True
+        self.is_raised = True
         if callable(self._previous):
             self._previous(signal.SIGTERM, frame)
         elif self._previous is not signal.SIG_IGN:
             raise SystemExit(STATUS)
         # The process continues, and the next signal is a new one.
-        self._is_overdue = self.is_ending = False
+        self.is_raised = False
         self._asked_at_s = None
 
-    def _watch(self, asked: int, grace_s: float, abandon: Callable[[], object]) -> None:
-        """Wait for a signal, and for the next one if the process continues."""
+    def _watch(self, asked: int, abandon: Callable[[], object]) -> None:
+        """After a signal, run the handler again from time to time; end the process at the deadline.
+
+        Waits for the next signal if the process continues.
+        """
         while os.read(asked, 1):
             if self.asked:  # not a signal that was handled during the last wait
-                _log.warning("SIGTERM: finishing scheduled saves within %g s", grace_s)
-                self._see_to_the_end(grace_s, abandon)
-
-    def _see_to_the_end(self, grace_s: float, abandon: Callable[[], object]) -> None:
-        """Run the handler again from time to time, and end the process at the deadline."""
-        while (left_s := self.left_s) > 0:  # of the last signal; earlier ones may be handled
-            time.sleep(min(_LOOK_AGAIN_S, grace_s / 4, left_s))
+                _log.warning("SIGTERM: finishing scheduled saves within %g s", self._grace_s)
+            while (left_s := self.left_s) > 0 and self.asked:
+                time.sleep(min(_LOOK_AGAIN_S, self._grace_s / 4, left_s))
+                if self.asked:
+                    self._is_reminder = True
+                    os.kill(os.getpid(), signal.SIGTERM)
             if not self.asked:
-                return
-            self._is_overdue = self.left_s < grace_s / 2
-            self._is_reminder = True
-            os.kill(os.getpid(), signal.SIGTERM)
-        if self._is_anything_pending():
-            _log.error("SIGTERM: scheduled saves were not finished in time and are lost")
-        # In a separate thread, as it may wait for a lock that the main thread holds.
-        helper = threading.Thread(target=abandon, name="nostall-abandon", daemon=True)
-        helper.start()
-        helper.join(_ABANDON_S)
-        os._exit(STATUS)
+                continue
+            if self._is_anything_pending():
+                _log.error("SIGTERM: scheduled saves were not finished in time and are lost")
+            # In a separate thread, as it may wait for a lock that the main thread holds.
+            helper = threading.Thread(target=abandon, name="nostall-abandon", daemon=True)
+            helper.start()
+            helper.join(_ABANDON_S)
+            os._exit(STATUS)
 
 
 preemption = Preemption()

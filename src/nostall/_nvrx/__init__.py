@@ -1,1 +1,0 @@
-"""Functions of nvidia-resiliency-ext beside its checkpointing that frameworks import."""
