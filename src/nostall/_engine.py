@@ -22,8 +22,8 @@ from torch.utils.hooks import RemovableHandle
 
 from nostall._memory.arena import Arena, Block, Lease
 from nostall._memory.copying import CopyMethod
+from nostall._memory.devices import Pinning
 from nostall._memory.fence import any_under_way, wait_staged
-from nostall._memory.pinning import Pinning
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
 from nostall._model.interrupts import is_done, uninterrupted

@@ -111,10 +111,10 @@ local_tensor_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 METADATA_NAME: str = _metadata_fn
 DCP_VERSION: str = CURRENT_DCP_VERSION
 _ASYNC_SAVE = inspect.unwrap(dcp.async_save).__code__
-REBUILDS_TYPED = "torch._utils", "_rebuild_tensor_v2"
-"""The function that pickles of ``torch.save`` call for a tensor of a dtype with a typed storage."""
-REBUILDS_UNTYPED = "torch._utils", "_rebuild_tensor_v3"
-"""The same for dtypes without one."""
+REBUILD_TENSORS = frozenset(
+    {("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")}
+)
+"""Functions that pickles of ``torch.save`` call for tensors with typed and untyped storages."""
 StorageInfo: TypeAlias = _StorageInfo
 StoragePrefix: TypeAlias = _StoragePrefix
 MemoryFormat = _MEM_FORMAT_ENCODING
@@ -414,6 +414,12 @@ class _Unpickler(pickle.Unpickler):
         return (
             held if dtype is None else TypedStorage(wrap_storage=held, dtype=dtype, _internal=True)
         )
+
+
+def storage_without_values(dtype: torch.dtype | None) -> Any:
+    """A storage on the meta device, for the functions in :data:`REBUILD_TENSORS`."""
+    held = UntypedStorage(0, device="meta")
+    return TypedStorage(wrap_storage=held, dtype=dtype or torch.uint8, _internal=True)
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

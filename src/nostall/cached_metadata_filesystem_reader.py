@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from threading import Lock
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -38,8 +36,8 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         storage_options: The same.
     """
 
-    _cache: ClassVar[OrderedDict[str, tuple[Version, Description]]] = OrderedDict()
-    _lock: ClassVar[Lock] = Lock()
+    _cache: ClassVar[dict[str, tuple[Version, Description]]] = {}
+    """By path, the last used at the end. Threads share it: each access to it is atomic."""
 
     def __init__(
         self,
@@ -66,39 +64,21 @@ class CachedMetadataFileSystemReader(FileSystemReader):
         if not self._cache_metadata:
             return super()._description_in(source, path)
         version = source.stat.version
-        description = self._known(path, version)
-        if description is None:
+        known_version, description = self._cache.pop(path, (None, None))
+        if description is None or known_version != version:
             description = super()._description_in(source, path)
-        self._keep(path, version, description)
+        self._cache[path] = version, description
+        for oldest in list(self._cache)[:-_MOST_CACHED]:
+            self._cache.pop(oldest, None)
         return description
-
-    def _known(self, path: str, version: Version) -> Description | None:
-        with self._lock:
-            known = self._cache.get(path)
-        return known[1] if known and known[0] == version else None
-
-    def _keep(self, path: str, version: Version, description: Description) -> None:
-        with self._lock:
-            self._cache[path] = version, description
-            self._cache.move_to_end(path)
-            while len(self._cache) > _MOST_CACHED:
-                self._cache.popitem(last=False)
 
     @classmethod
     def clear_metadata_cache(cls, path: str | os.PathLike[str] | None = None) -> None:
         """Drop the cached metadata of one checkpoint, or of all."""
-        with cls._lock:
-            if path is None:
-                cls._cache.clear()
-                return
-            directory = identity(place_of(path) if is_address(path) else os.fspath(path))
-            for known in [known for known in cls._cache if os.path.dirname(known) == directory]:
-                del cls._cache[known]
-
-
-def _after_fork_in_child() -> None:
-    # A thread of the parent may have held it at the fork.
-    CachedMetadataFileSystemReader._lock = Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+        if path is None:
+            cls._cache.clear()
+            return
+        directory = identity(place_of(path) if is_address(path) else os.fspath(path))
+        for known in list(cls._cache):
+            if os.path.dirname(known) == directory:
+                cls._cache.pop(known, None)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +27,10 @@ from nostall._model.names import AS_SAFETENSORS
 from nostall._model.reads import ReadCounter, listed
 from nostall._model.wording import counted
 from nostall._ranks.exchange import GroupPeers, require_cpu_members
-from nostall._read.counted import CountedFiles
-from nostall._read.items.forms import Form, bare_form
-from nostall._read.items.load import read_items
-from nostall._read.plan import Wanted, chunk_of, nbytes_by_archive, nbytes_of_all, rows_of
+from nostall._read.plan import Form, Wanted, chunk_of, nbytes_by_archive, rows_of
 from nostall._read.planner import Planner
-from nostall._read.read_once import read_shared
-from nostall._read.sharing import Member, Share, all_want_to_share, share
+from nostall._read.reading import read_items
+from nostall._read.sharing import Member, Share, all_want_to_share, read_shared, share
 from nostall._storage.destination import is_place, place_of
 from nostall._storage.places import identity, is_address, storage_at
 from nostall._storage.port import ReadableFiles, Source
@@ -257,36 +255,35 @@ class FileSystemReader(dcp.FileSystemReader):
 
     def _read(self, wanted: list[Wanted], planner: LoadPlanner, shared: object) -> None:
         path = self._resolved()
-        threads, verify = self._threads, self._verify
         rank, count = _place_of_this_rank()
         # Other ranks of this host may need the same; with a group each byte is read by one of them.
         is_read_once = count == 1 or self._peers is not None
-        files = _files_at(path, past_cache=is_read_once)
-        total = nbytes_of_all(wanted, self._rows_of)
+        files: ReadableFiles
+        if is_address(path):
+            files = storage_at(path)
+        else:
+            files = UncachedFiles(path) if is_read_once else PosixFiles(path)
+        total = sum(nbytes_by_archive(wanted, self._rows_of).values())
         counter = ReadCounter(total, self._progress)
-        with listed(path, rank, counter):
-            if isinstance(shared, Share):
-                assert self._peers is not None  # all_want_to_share
-                wanted = read_shared(
-                    shared,
-                    wanted,
-                    planner,
-                    files,
-                    self._peers,
-                    threads=threads,
-                    verify=verify,
-                    counter=counter,
-                )
-            counted = CountedFiles(files, counter)
+
+        def read(items: Sequence[Wanted], source: ReadableFiles) -> None:
             read_items(
-                wanted,
+                items,
                 planner,
-                counted,
-                threads=threads,
-                verify=verify,
+                source,
+                threads=self._threads,
+                verify=self._verify,
+                counter=counter,
                 rank=rank,
                 world_size=count,
             )
+
+        with listed(path, rank, counter):
+            if isinstance(shared, Share):
+                assert self._peers is not None  # all_want_to_share
+                read_shared(shared, wanted, files, self._peers, read, threads=self._threads)
+            else:
+                read(wanted, files)
             counter.finish()
 
     def _wanted(self, plan: LoadPlan) -> tuple[list[Wanted], list[ReadItem]]:
@@ -315,10 +312,19 @@ class FileSystemReader(dcp.FileSystemReader):
         entry = self._stored.get(item.storage_index.fqn)
         chunk = chunk_of(entry, item.storage_index)
         if entry is not None and chunk is not None:
-            form = bare_form(entry.properties.dtype, chunk.sizes, nbytes)
-            if form is not None:
-                return form
-            _require_copies(entry.properties.dtype, item.storage_index.fqn)
+            dtype, shape = entry.properties.dtype, tuple(chunk.sizes)
+            if _torch.can_be_viewed(dtype):
+                if math.prod(shape) * dtype.itemsize == nbytes:
+                    return Form(
+                        prefix=b"", dtype=dtype, shape=shape, nbytes=nbytes, has_checksum=False
+                    )
+            elif dtype is torch.float4_e2m1fn_x2:
+                raise ReadError(
+                    f"torch {torch.__version__} cannot copy {item.storage_index.fqn}, which is"
+                    f" {dtype}",
+                    phase="read",
+                    hint="load it with a later torch",
+                )
         raise DamagedCheckpointError(
             f"{item.storage_index.fqn} has {nbytes} bytes, not those of its dtype and shape",
             phase="read",
@@ -327,23 +333,8 @@ class FileSystemReader(dcp.FileSystemReader):
         )
 
 
-def _files_at(place: str, *, past_cache: bool) -> ReadableFiles:
-    if is_address(place):
-        return storage_at(place)
-    return UncachedFiles(place) if past_cache else PosixFiles(place)
-
-
 def _place_of_this_rank() -> tuple[int, int]:
     """Its number and that of all, of the whole job: also of ranks that load without a group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def _require_copies(dtype: torch.dtype, fqn: str) -> None:
-    if dtype is torch.float4_e2m1fn_x2 and not _torch.can_be_viewed(dtype):
-        raise ReadError(
-            f"torch {torch.__version__} cannot copy {fqn}, which is {dtype}",
-            phase="read",
-            hint="load it with a later torch",
-        )

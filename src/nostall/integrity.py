@@ -16,7 +16,6 @@ from enum import Enum
 
 from nostall._commit.checking import (
     Damage,
-    Description,
     damage_by,
     look_at,
     read_description,
@@ -115,7 +114,7 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
 
 
 def why_incomplete(directory: str, *, deep: bool = False) -> str | None:
-    """What is wrong with a checkpoint; ``None`` if it is complete.
+    """The reason that a checkpoint is not complete; ``None`` if it is.
 
     Raises:
         UnknownMetadataError: As :func:`is_complete`.
@@ -130,19 +129,17 @@ def why_incomplete(directory: str, *, deep: bool = False) -> str | None:
         what = [str(damage) for damage in found.damages]
         return None if found.ok else ", ".join(what) or found.note or found.state.value
     files = storage_at(directory)
-    why = _why_incomplete(files)
+    why: str | None = None
     for _ in range(_ATTEMPTS):
-        if why is None:
-            break
         version = _version_of(files)
         why = _why_incomplete(files)
-        if _version_of(files) == version:  # no save has replaced it meanwhile
+        if why is None or _version_of(files) == version:  # no save has replaced it meanwhile
             break
     return why
 
 
 def _why_incomplete(files: Files) -> str | None:
-    """As :func:`why_incomplete`, by one look at the metadata and the sizes of files."""
+    """Look once at the metadata and the sizes of files, for :func:`why_incomplete`."""
     try:
         description = read_description(files, with_items=False)
     except UnknownMetadataError:
@@ -159,7 +156,7 @@ def _why_incomplete(files: Files) -> str | None:
 
 
 def why_damaged(directory: str, *, deep: bool = False) -> str | None:
-    """As :func:`why_incomplete`, but what storage did not answer for a moment is no damage.
+    """The reason that a checkpoint is damaged; storage that does not answer is no reason.
 
     Raises:
         UnknownMetadataError: As :func:`is_complete`.
@@ -299,19 +296,10 @@ def _verified(
     except (OSError, DamagedCheckpointError, UntrustedMetadataError) as error:
         damage = damage_by(error, METADATA_NAME)
         return Verification(path=directory, state=_state_with([damage]), damages=(damage,))
-    return _compared(files, description, threads, progress)
-
-
-def _compared(
-    files: Files,
-    description: Description,
-    threads: int,
-    report: Callable[[int, int], object] | None,
-) -> Verification:
     sizes = [(file, *size_of(files, file)) for file in description.files]
     whole = [(file, nbytes) for file, nbytes, damage in sizes if damage is None]
     use_fastest()
-    counter = ReadCounter(sum(nbytes for _, nbytes in whole), report)
+    counter = ReadCounter(sum(nbytes for _, nbytes in whole), progress)
     with ThreadPoolExecutor(max(1, threads), "nostall-verify") as pool:
         looked_at = list(pool.map(lambda each: look_at(files, each[0], counter.add), whole))
     found = [damage for _, _, damage in sizes if damage is not None]
@@ -328,7 +316,7 @@ def _compared(
         else:
             unchecked += each.strangers
     return Verification(
-        path=files.where(),
+        path=directory,
         state=_state_with(found),
         note=description.note,
         damages=tuple(found),

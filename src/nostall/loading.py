@@ -21,7 +21,7 @@ from nostall._storage.destination import place_of, require_possible
 from nostall._storage.places import identity, is_address
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError
-from nostall.filesystem_reader import FileSystemReader, Verify
+from nostall.filesystem_reader import Verify
 from nostall.stats import LoadStats
 
 __all__ = ["load"]
@@ -136,9 +136,14 @@ def load(
         empty=[empty for name in others for empty in empty_in(present[name], str(name))],
     )
     if process_group is None or not use_collectives:
-        rank = None if use_collectives else _number_of_this_rank(process_group)
+        is_in_group = dist.is_available() and dist.is_initialized()
+        number = dist.get_rank(process_group) if is_in_group else 0
         with no_collection():
-            _load_alone(present, reader, planner, rank)
+            metadata = reader.read_metadata(rank=None if use_collectives else number)
+            planner.set_up_planner(present, metadata, is_coordinator=True)
+            reader.set_up_storage_reader(metadata, is_coordinator=True)
+            plan = reader.prepare_local_plan(planner.create_local_plan())
+            reader.read_data(planner.finish_plan(plan), planner).wait()
     else:
         dcp.load(present, storage_reader=reader, planner=planner, process_group=process_group)
     if wanted is not None:
@@ -168,35 +173,16 @@ class _Reader(CachedMetadataFileSystemReader):
         try:
             return self.shared_metadata(kwargs.get("rank"))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise _nothing_at(str(self.path)) from error
-
-
-def _number_of_this_rank(group: dist.ProcessGroup | None) -> int:
-    return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
-
-
-def _load_alone(
-    state: dict[str, Any], reader: FileSystemReader, planner: Planner, rank: int | None
-) -> None:
-    metadata = reader.read_metadata(rank=rank)
-    planner.set_up_planner(state, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    reader.read_data(planner.finish_plan(plan), planner).wait()
-
-
-def _nothing_at(path: str) -> ReadError:
-    """The error that there is no checkpoint."""
-    what = f"no checkpoint was committed here{found_instead(path)}"
-    if os.path.isfile(path):
-        what = "a file, not the directory of a checkpoint"
-    return ReadError(
-        what,
-        errno=errno.ENOENT,
-        phase="read",
-        path=path,
-        hint="`nostall ls ROOT` lists checkpoints",
-    )
+            what = f"no checkpoint was committed here{found_instead(str(self.path))}"
+            if os.path.isfile(self.path):
+                what = "a file, not the directory of a checkpoint"
+            raise ReadError(
+                what,
+                errno=errno.ENOENT,
+                phase="read",
+                path=str(self.path),
+                hint="`nostall ls ROOT` lists checkpoints",
+            ) from error
 
 
 class _Selection:

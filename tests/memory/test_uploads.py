@@ -13,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nostall._memory.uploads import Memory, Uploads
+from nostall._memory.uploads import Uploads
 from support.fake_accelerator import FakeAccelerator
 
 DEADLINE_S = 60.0
 PART = 64
-MOST_PARTS = 3
 
 
 @pytest.fixture
@@ -27,8 +26,8 @@ def fake() -> Iterator[FakeAccelerator]:
         yield made
 
 
-def small() -> Uploads:
-    return Uploads(part_nbytes=PART, most_parts=MOST_PARTS)
+def small(threads: int = 1) -> Uploads:
+    return Uploads(threads, pinned_nbytes=2 * threads * PART)
 
 
 def on_device(fake: FakeAccelerator, count: int) -> torch.Tensor:
@@ -39,22 +38,19 @@ def values(count: int) -> bytes:
     return bytes(n % 251 for n in range(count))
 
 
-def into(uploads: Uploads, target: torch.Tensor) -> Memory:
-    uploads.prepare([target])
-    return uploads.into(target)
-
-
-def fill(memory: Memory, content: bytes, begin: int = 0) -> None:
+def fill(uploads: Uploads, target: torch.Tensor, content: bytes, begin: int = 0) -> None:
     end = min(begin + PART, len(content))
-    with memory.part(begin, end) as part:
+    with uploads.part(target, begin, end) as part:
         part[:] = content[begin:end]
 
 
-def fill_all(memory: Memory, content: bytes, threads: int = 1) -> None:
+def fill_all(uploads: Uploads, target: torch.Tensor, content: bytes, threads: int = 1) -> None:
     """Fill memory from threads of a pool, as a load does."""
+    uploads.prepare([target])
+    uploads.begin(target)
     with ThreadPoolExecutor(threads) as pool:
         parts = range(0, len(content), PART)
-        for done in [pool.submit(fill, memory, content, begin) for begin in parts]:
+        for done in [pool.submit(fill, uploads, target, content, begin) for begin in parts]:
             done.result(DEADLINE_S)
 
 
@@ -67,14 +63,13 @@ def content_of(tensor: torch.Tensor) -> bytes:
 def test_memory_is_used_again_only_when_its_copy_is_made(
     fake: FakeAccelerator, threads: int
 ) -> None:
-    """Many times what the ring has arrives bit by bit, and no more is pinned than that."""
+    """Many times what is pinned arrives bit by bit, through two buffers per thread."""
     target, content = on_device(fake, 50 * PART - 7), values(50 * PART - 7)
-    with small() as uploads:
-        memory = into(uploads, target)
-        fill_all(memory, content, threads)
-        memory.finish()
+    with small(threads) as uploads:
+        fill_all(uploads, target, content, threads)
+        uploads.finish(target)
         assert content_of(target) == content
-    assert fake.most_pinned_nbytes <= MOST_PARTS * PART
+    assert fake.most_pinned_nbytes <= 2 * threads * PART
     assert fake.pinned_nbytes == 0
 
 
@@ -82,9 +77,8 @@ def test_what_follows_on_the_current_stream_sees_the_values(fake: FakeAccelerato
     """Without a wait of the host: nothing has been copied when the order is made."""
     target = on_device(fake, PART)
     with small() as uploads:
-        memory = into(uploads, target)
-        fill_all(memory, values(PART))
-        memory.finish()
+        fill_all(uploads, target, values(PART))
+        uploads.finish(target)
         assert len(fake.copies) == 1
         assert fake.module.current_stream().done == 0
         assert content_of(target) == values(PART)
@@ -97,9 +91,8 @@ def test_what_preceded_on_the_current_stream_does_not_overwrite_the_values(
     target = on_device(fake, PART)
     target.fill_(7)
     with small() as uploads:
-        memory = into(uploads, target)
-        fill_all(memory, values(PART))
-        memory.finish()
+        fill_all(uploads, target, values(PART))
+        uploads.finish(target)
     assert content_of(target) == values(PART)
 
 
@@ -109,8 +102,7 @@ def test_memory_is_released_after_the_copies_also_when_a_load_fails(fake: FakeAc
 
     def load() -> None:
         with small() as uploads:
-            memory = into(uploads, target)
-            fill_all(memory, values(2 * PART))
+            fill_all(uploads, target, values(2 * PART))
             raise OSError("the next read fails")
 
     with pytest.raises(OSError, match="the next read"):
@@ -127,79 +119,55 @@ def test_a_read_that_fails_gives_its_memory_back(fake: FakeAccelerator) -> None:
     """What it was to fill is not copied, and others go on."""
     target = on_device(fake, PART)
 
-    def failing(memory: Memory) -> None:
-        with memory.part(0, PART):
+    def failing(uploads: Uploads) -> None:
+        with uploads.part(target, 0, PART):
             raise OSError("no such block")
 
-    with Uploads(part_nbytes=PART, most_parts=1) as uploads:
-        memory = into(uploads, target)
+    with small() as uploads:
+        uploads.prepare([target])
         with ThreadPoolExecutor(1) as pool:
             for _ in range(3):
                 with pytest.raises(OSError, match="no such block"):
-                    pool.submit(failing, memory).result(DEADLINE_S)
+                    pool.submit(failing, uploads).result(DEADLINE_S)
         assert fake.copies == []
-        fill_all(memory, values(PART))
-        memory.finish()
+        fill_all(uploads, target, values(PART))
+        uploads.finish(target)
         assert content_of(target) == values(PART)
 
 
 def test_a_copy_without_an_event_is_waited_for_at_once(fake: FakeAccelerator) -> None:
-    """Its memory goes back to the ring, where the next thread would overwrite it."""
+    """The thread fills its memory again."""
     target = on_device(fake, PART)
     with small() as uploads:
-        memory = into(uploads, target)
+        uploads.prepare([target])
         fake.records_no_event = True
         with pytest.raises(RuntimeError, match="no events left"):
-            fill_all(memory, values(PART))
+            fill(uploads, target, values(PART))
         side = fake.streams[-1]
         assert side.done == len(side.queue) > 0
 
 
-def test_an_allocation_that_fails_leaves_the_ring_as_it_was(fake: FakeAccelerator) -> None:
-    """The error is raised where it was needed, and the next thread does not wait for ever."""
+def test_after_an_allocation_that_fails_the_next_one_is_tried(fake: FakeAccelerator) -> None:
+    """The error is raised where the memory was needed."""
     target = on_device(fake, PART)
     fake.will_fail = 2
-    with Uploads(part_nbytes=PART, most_parts=1) as uploads:
-        memory = into(uploads, target)
+    with small() as uploads:
         for _ in range(2):
             with pytest.raises(MemoryError):
-                fill_all(memory, values(PART))
-        fill_all(memory, values(PART))
-        memory.finish()
+                fill_all(uploads, target, values(PART))
+        fill_all(uploads, target, values(PART))
+        uploads.finish(target)
         assert content_of(target) == values(PART)
-
-
-def test_a_thread_that_waits_gets_memory_when_an_allocation_fails(fake: FakeAccelerator) -> None:
-    """Of several threads at one part, each gets it or an error."""
-    target = on_device(fake, 8 * PART)
-    fake.will_fail = 3
-    outcomes: list[type[BaseException] | None] = []
-    with Uploads(part_nbytes=PART, most_parts=1) as uploads, ThreadPoolExecutor(8) as pool:
-        memory = into(uploads, target)
-        parts = range(0, 8 * PART, PART)
-        for done in [pool.submit(fill, memory, values(8 * PART), each) for each in parts]:
-            error = done.exception(DEADLINE_S)
-            outcomes.append(None if error is None else type(error))
-    assert sorted(outcomes, key=str) == [MemoryError] * 3 + [None] * 5
-
-
-def test_a_thread_that_holds_memory_does_not_wait_for_more(fake: FakeAccelerator) -> None:
-    """It would wait for itself; it is told so at once, also while there is more."""
-    with small() as uploads:
-        memory = into(uploads, on_device(fake, 2 * PART))
-        with memory.part(0, PART), pytest.raises(AssertionError, match="waits for another"):
-            fill(memory, values(2 * PART), PART)
 
 
 def test_memory_that_cannot_be_pinned_is_read_into_all_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The values are right, and the log says once that this is slower."""
-    with FakeAccelerator(can_pin=False) as fake, small() as uploads:
+    with FakeAccelerator(can_pin=False) as fake, small(3) as uploads:
         target = on_device(fake, 9 * PART)
-        memory = into(uploads, target)
-        fill_all(memory, values(9 * PART), threads=3)
-        memory.finish()
+        fill_all(uploads, target, values(9 * PART), threads=3)
+        uploads.finish(target)
         assert content_of(target) == values(9 * PART)
     assert 1 <= len(caplog.records) <= 3  # threads that begin at the same time each try
     assert "not pinned" in caplog.records[0].message
@@ -208,11 +176,10 @@ def test_memory_that_cannot_be_pinned_is_read_into_all_the_same(
 def test_one_stream_per_device_which_the_loads_thread_makes(fake: FakeAccelerator) -> None:
     """Whatever fills: two threads cannot make two."""
     target, content = on_device(fake, 8 * PART), values(8 * PART)
-    with small() as uploads:
+    with small(4) as uploads:
         for _ in range(3):
-            memory = into(uploads, target)
-            fill_all(memory, content, threads=4)
-            memory.finish()
+            fill_all(uploads, target, content, threads=4)
+            uploads.finish(target)
         assert content_of(target) == content
     assert fake.module.made_on == [threading.current_thread().name]
 
@@ -226,9 +193,9 @@ def test_devices_that_torch_has_no_module_for_are_not_filled(name: str) -> None:
         is_cpu = False
 
     target = torch.zeros(2).as_subclass(Target)
-    with Uploads() as uploads:
+    with Uploads(1) as uploads:
         uploads.prepare([target])
-        assert not uploads.can_fill(target)
+        assert not uploads.can_fill(target.device, target.dtype)
         assert uploads.beside(target, (2, 3), torch.float32).device.type == "cpu"
         source = torch.ones(2)
         assert uploads.brought_near([source], [target])[0] is source
@@ -239,7 +206,7 @@ def test_values_beside_a_target_are_on_its_device_if_there_is_memory(
 ) -> None:
     """At most 256 MiB: training needs the device's memory."""
     target = on_device(fake, 4)
-    uploads = Uploads()
+    uploads = Uploads(1)
     uploads.prepare([target])
     assert uploads.beside(target, (2, 8), torch.float32).device == fake.device
     assert uploads.beside(target, (0, 8), torch.float32).device.type == "cpu"
@@ -251,7 +218,7 @@ def test_values_beside_a_target_are_on_its_device_if_there_is_memory(
 def test_memory_beside_a_target_belongs_to_the_stream_of_the_load(fake: FakeAccelerator) -> None:
     """Where it is used last, so that it may be used again; whatever thread allocates it."""
     own = fake.module.Stream(fake.device)
-    with fake.module.stream(own), Uploads() as uploads, ThreadPoolExecutor(1) as pool:
+    with fake.module.stream(own), Uploads(1) as uploads, ThreadPoolExecutor(1) as pool:
         target = on_device(fake, PART)
         uploads.prepare([target])
         pool.submit(uploads.beside, target, (3,), torch.float32).result(DEADLINE_S)
@@ -269,20 +236,17 @@ def mixed() -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize(("part_nbytes", "copies"), [(1 << 20, 1), (PART, 0)])
-def test_small_tensors_for_a_device_go_there_together(
-    fake: FakeAccelerator, part_nbytes: int, copies: int
-) -> None:
-    """With one copy; those that do not fit into a part stay, as do those for the CPU."""
+def test_small_tensors_for_a_device_go_there_together(fake: FakeAccelerator) -> None:
+    """With one copy for each of the five dtypes; those for the CPU stay."""
     sources = [*mixed(), torch.ones(2)]
     targets = [
         *(torch.empty(each.shape, dtype=each.dtype, device=fake.device) for each in mixed()),
         torch.zeros(2),
     ]
-    with Uploads(part_nbytes=part_nbytes) as uploads:
+    with Uploads(1) as uploads:
         uploads.prepare(targets)
         near = uploads.brought_near(sources, targets)
-        assert len(fake.copies) == copies
+        assert len(fake.copies) == 5
         for target, each in zip(targets, near, strict=True):
             target.copy_(each, non_blocking=True)
         assert near[-1] is sources[-1]
@@ -297,17 +261,15 @@ def test_tensors_of_inference_mode_are_filled_in_it(
     """Threads that fill are in the mode of the thread that loads."""
     with enter(), small() as uploads:
         target = on_device(fake, PART)
-        memory = into(uploads, target)
-        fill_all(memory, values(PART))
-        memory.finish()
+        fill_all(uploads, target, values(PART))
+        uploads.finish(target)
         assert content_of(target) == values(PART)
 
 
 def test_memory_of_the_cpu_is_filled_in_place() -> None:
     target = torch.zeros(3 * PART, dtype=torch.uint8)
     with small() as uploads:
-        assert uploads.can_fill(target)
-        memory = into(uploads, target)
-        fill_all(memory, values(3 * PART), threads=2)
-        memory.finish()
+        assert uploads.can_fill(target.device, target.dtype)
+        fill_all(uploads, target, values(3 * PART), threads=2)
+        uploads.finish(target)
     assert bytes(target.tolist()) == values(3 * PART)

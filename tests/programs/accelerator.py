@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import nostall
 from nostall._engine import default_engine
-from nostall._memory.pinning import pin
+from nostall._memory.devices import pin
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.filesystem_reader import Verify

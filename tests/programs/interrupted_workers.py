@@ -6,7 +6,7 @@ import signal
 import sys
 from types import FrameType
 
-from nostall._read.items.workers import Workers
+from nostall._read.inflight import Workers
 
 
 def look(frame: FrameType, event: str, _argument: object) -> None:

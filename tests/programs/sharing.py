@@ -33,7 +33,7 @@ from support.states import read_metadata, small_state
 Facts = dict[str, Any]
 GROUP_TIMEOUT_S = 40
 """After which ranks that wait for each other give up: later than any test allows."""
-in_small_rounds = partial(share, round_nbytes=3 << 20, piece_nbytes=64 << 10)
+in_small_rounds = partial(share, round_nbytes=3 << 20)
 """So that a few megabytes take several rounds."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
 

@@ -35,7 +35,7 @@ OF_OTHERS = {
     "_fields",
     "_replace",
     "_exit_function",
-    "_register_atexit",
+    "_shutdown",
 }
 """Private names of the standard library's."""
 ADAPTERS = PACKAGE / "integrations"

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 import nostall
-from nostall._read.items import forms
-from nostall._read.items.forms import Unusual
-from nostall._read.items.load import read_items
+from nostall._model.reads import ReadCounter
+from nostall._read.archives import Unusual, require_simple
 from nostall._read.plan import Wanted
+from nostall._read.reading import read_items
 from nostall._storage.posix_files import PosixFiles, PosixSource, between
 from nostall.errors import DamagedCheckpointError, OptionError, UntrustedObjectError
 from nostall.filesystem_reader import Verify
@@ -354,7 +354,9 @@ def test_of_a_slice_only_its_rows_are_read(tmp_path: Path) -> None:
     files = _CountingFiles(tmp_path)
     item = item_of("x", (3 << 10, 0), (1 << 10, 256), torch.Size([0, 0]))
     planner = Recorder(lambda item: torch.zeros(item.lengths))
-    read_items(_wanted(tmp_path, [item]), planner, files, threads=2, verify=False)
+    counter = ReadCounter(0)
+    wanted = _wanted(tmp_path, [item])
+    read_items(wanted, planner, files, threads=2, verify=False, counter=counter)
     assert sum(files.counts) <= (1 << 20) + (32 << 10)
 
 
@@ -364,7 +366,9 @@ def test_small_items_are_read_together(tmp_path: Path) -> None:
     files = _CountingFiles(tmp_path)
     items = [item_of(f"x{number}", (0,), (64,), torch.Size([0])) for number in range(1000)]
     planner = Recorder(lambda _: torch.zeros(64, dtype=torch.int64))
-    read_items(_wanted(tmp_path, items), planner, files, threads=2, verify=False)
+    counter = ReadCounter(0)
+    wanted = _wanted(tmp_path, items)
+    read_items(wanted, planner, files, threads=2, verify=False, counter=counter)
     assert len(files.counts) <= 10
     assert sum(files.counts) <= (tmp_path / "__0_0.distcp").stat().st_size
     assert all(bool((planner.tensors[each] == number).all()) for number, each in enumerate(items))
@@ -411,7 +415,8 @@ def test_what_is_compared_is_what_is_loaded(
     target = torch.zeros(shape)
     item = item_of("x", (0, 0), shape, torch.Size([0, 0]))
     wanted = _wanted(tmp_path, [item])
-    read = partial(read_items, wanted, Recorder(lambda _: target), threads=2, verify=True)
+    planner, counter = Recorder(lambda _: target), ReadCounter(0)
+    read = partial(read_items, wanted, planner, threads=2, verify=True, counter=counter)
     read(_TurnedFiles(tmp_path, at))
     assert torch.equal(target, stored)
     changed = bytearray(content)
@@ -653,4 +658,4 @@ def test_conjugate_targets(tmp_path: Path, count: int) -> None:
 def test_pickles_that_take_much_for_few_bytes_are_not_run(pickled: bytes) -> None:
     """Memo indices beyond the length, and nested tuples of shared parts."""
     with pytest.raises(Unusual):
-        forms._require_simple(pickled)
+        require_simple(pickled)

@@ -121,7 +121,7 @@ def test_a_hostile_tensor_is_refused(tmp_path: Path, name: str, way: str) -> Non
         ),
     }
     refusals = (DamagedCheckpointError, UntrustedObjectError, CheckpointException)
-    with pytest.raises(refusals, match=r"DamagedC|UntrustedO|items x|item"):
+    with pytest.raises(refusals, match=r"DamagedC|UntrustedO|the tensor 'x'"):
         loads[way]({"x": torch.zeros(3)})
     assert not ran.exists()
 

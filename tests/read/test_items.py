@@ -28,17 +28,16 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 import nostall
-from nostall._memory.uploads import Memory, Uploads
-from nostall._read.items.archives import Archives
-from nostall._read.items.large import PIECE_NBYTES
-from nostall._read.items.opened import OpenFile
-from nostall._read.items.overlaps import overlapping
-from nostall._read.items.targets import span_of
-from nostall._read.items.workers import Workers
+from nostall._memory.uploads import Uploads
+from nostall._read.archives import Archives, OpenFile
+from nostall._read.inflight import Workers
 from nostall._read.plan import Wanted
+from nostall._read.reading import PIECE_NBYTES
+from nostall._read.targets import overlapping, span_of
 from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.filesystem_reader import Verify
 from support import loaded
@@ -283,8 +282,35 @@ def test_tied_tensors_get_what_stock_gives_them(tmp_path: Path, count: int) -> N
     assert torch.equal(ours, stock)
 
 
-def overlapping_of(targets: Sequence[torch.Tensor]) -> list[bool]:
-    return overlapping(targets, [span_of(target) for target in targets])
+Box: TypeAlias = "tuple[str, tuple[int, ...]]"
+"""The name of a tensor, and where a part of it begins."""
+
+
+def overlapping_of(
+    targets: Sequence[torch.Tensor], boxes: Sequence[Box] | None = None
+) -> list[bool]:
+    """Whether targets share memory, if each is a tensor, or the part of one that a box says."""
+    items = [
+        Wanted(
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(name),
+                dest_offsets=torch.Size(begin),
+                storage_index=MetadataIndex(name),
+                storage_offsets=torch.Size(begin),
+                lengths=target.shape,
+            ),
+            "file",
+            0,
+            0,
+        )
+        for target, (name, begin) in zip(
+            targets,
+            boxes or [(f"{n}", (0,) * each.dim()) for n, each in enumerate(targets)],
+            strict=True,
+        )
+    ]
+    return overlapping(items, targets, [span_of(target) for target in targets])
 
 
 def _elements(tensor: torch.Tensor) -> set[int]:
@@ -317,8 +343,16 @@ def test_parts_of_one_tensor_are_apart(rows: int, columns: int, parts: int) -> N
     """Tiles of a matrix, which span the same addresses, are read at the same time."""
     whole = torch.zeros(rows * parts, columns * parts)
     tiles = [tile for band in whole.split(rows, dim=0) for tile in band.split(columns, dim=1)]
-    assert not any(overlapping_of(tiles))
-    assert all(overlapping_of([*tiles, whole]))
+    boxes = [("x", (row * rows, at * columns)) for row in range(parts) for at in range(parts)]
+    assert not any(overlapping_of(tiles, boxes))
+    assert all(overlapping_of([*tiles, whole], [*boxes, ("x", (0, 0))]))
+    assert all(overlapping_of([*tiles, whole], [*boxes, ("y", (0, 0))]))
+
+
+def test_parts_of_an_expanded_tensor_share_memory() -> None:
+    """Though they are beside each other."""
+    rows = torch.zeros(1, 8).expand(6, 8).split(1)
+    assert all(overlapping_of(rows, [("x", (row, 0)) for row in range(6)]))
 
 
 def test_unknown_memory_counts_as_shared() -> None:
@@ -444,43 +478,6 @@ def test_an_archive_that_only_torch_reads_is_not_taken_for_one_like_it(
     assert all(torch.equal(target[name], state[name]) for name in state)
 
 
-def test_of_archives_that_were_taken_for_others_heads_are_read_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where forms of one length alternate, each tensor but one is read once."""
-    values = torch.arange(500_000.0)
-    state = {f"{number}": values.as_strided((1, 500_000), (1, 1)) for number in range(1, 8)}
-    state["0"] = values.reshape(1, 500_000)
-    save(tmp_path, state)
-    assert len({len(archive_of(tmp_path, name)[2]) for name in state}) == 1
-    nbytes = []
-    fill = OpenFile.fill
-
-    def counting(
-        file: OpenFile, offset: int, items: Sequence[Wanted], *memories: memoryview
-    ) -> None:
-        nbytes.append(sum(map(len, memories)))
-        fill(file, offset, items, *memories)
-
-    monkeypatch.setattr(OpenFile, "fill", counting)
-    target = {name: torch.zeros(1, 500_000) for name in state}
-    load(target, tmp_path, threads=1)
-    assert all(torch.equal(target[name], state[name]) for name in state)
-    assert sum(nbytes) < 9.1 * values.nbytes
-
-
-def test_damage_behind_a_head_that_was_not_expected_is_one_error(tmp_path: Path) -> None:
-    """It says nothing about how the head was read."""
-    values = torch.arange(200_000)
-    save(tmp_path, {"x": values.to(torch.float32), "y": values.to(torch.int32)})
-    file, begin, _ = archive_of(tmp_path, "y")
-    overwrite(file, begin + 300_000, b"\xff")
-    target = {name: torch.zeros(200_000) for name in "xy"}
-    error = error_of(target, tmp_path, verify="crc", threads=1)
-    assert isinstance(error, DamagedCheckpointError)
-    assert error.__context__ is None
-
-
 def test_after_an_error_nothing_keeps_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,26 +511,20 @@ def test_a_tensor_is_compared_with_its_checksum_once(
     count = (PIECE_NBYTES + PIECE_NBYTES // 2) // 4  # two pieces
     save(tmp_path, {"x": torch.ones(count)})
     both, compared = threading.Barrier(2), []
-    into, require_intact = Uploads.into, Archives.require_intact
+    part, require_intact = Uploads.part, Archives.require_intact
 
-    class Together:
-        """Memory whose parts are complete at the same time."""
-
-        def __init__(self, memory: Memory) -> None:
-            self._memory = memory
-            self.finish = memory.finish
-
-        @contextmanager
-        def part(self, begin: int, end: int) -> Iterator[memoryview]:
-            with self._memory.part(begin, end) as part:
-                yield part
-            both.wait(60)
+    @contextmanager
+    def together(*arguments: Any) -> Iterator[memoryview]:
+        """Parts that are complete at the same time."""
+        with part(*arguments) as memory:
+            yield memory
+        both.wait(60)
 
     def comparing(*arguments: Any) -> None:
         compared.append(arguments)
         require_intact(*arguments)
 
-    monkeypatch.setattr(Uploads, "into", lambda uploads, memory: Together(into(uploads, memory)))
+    monkeypatch.setattr(Uploads, "part", together)
     monkeypatch.setattr(Archives, "require_intact", comparing)
     load({"x": torch.zeros(count)}, tmp_path, verify="crc", threads=2)
     assert len(compared) == 1
@@ -678,7 +669,7 @@ def test_ctrl_c_while_files_are_opened_leaves_none_open(tmp_path: Path) -> None:
     save(tmp_path, state, files=3)
     load(dict(state), tmp_path)
     before = os.listdir("/proc/self/fd")
-    places = (f"items{os.sep}ahead.py", f"items{os.sep}opened.py", "posix_files.py", "_reader.py")
+    places = ("inflight.py", "archives.py", "posix_files.py", "_reader.py")
 
     def happens(frame: FrameType, event: str) -> bool:
         # Python looks for signals after calls, never between a generator's yield and its caller.
@@ -704,9 +695,9 @@ def test_repeated_ctrl_c_is_always_a_keyboard_interrupt(tmp_path: Path) -> None:
 
     def is_of_the_threads(frame: FrameType, event: str) -> bool:
         is_return = event in ("return", "c_return")
-        return (is_return and frame.f_code.co_filename.endswith("workers.py")) or (
+        return (is_return and frame.f_code.co_filename.endswith("inflight.py")) or (
             takes_a_lock(frame, event)
-            and any(each.f_code.co_filename.endswith("workers.py") for each in _callers(frame))
+            and any(each.f_code.co_filename.endswith("inflight.py") for each in _callers(frame))
         )
 
     for at in count(1):

@@ -211,7 +211,7 @@ def test_a_tensor_of_an_unknown_class_is_not_taken_for_damaged(tmp_path: Path) -
     save(tmp_path, {"weight": torch.arange(4.0).as_subclass(Scaled)})
     state = {"weight": torch.zeros(4)}
     for trust in (False, True):
-        with pytest.raises(UntrustedObjectError, match=r"Scaled.*weight.*add_safe_globals"):
+        with pytest.raises(UntrustedObjectError, match=r"weight.*Scaled.*add_safe_globals"):
             nostall.load(state, tmp_path, trust=trust)
     assert nostall.verify(tmp_path).ok
     with torch.serialization.safe_globals([Scaled]):
@@ -306,7 +306,7 @@ def test_a_tensor_whose_module_is_missing_is_not_damage(tmp_path: Path) -> None:
     state = {"weight": torch.zeros(4)}
     with torch.serialization.safe_globals([Rebuilt]):
         with pytest.raises(
-            ReadError, match=rf"(?s)nostall_elsewhere.*weight.*path={shard}.*import"
+            ReadError, match=rf"(?s)weight.*nostall_elsewhere.*path={shard}.*import"
         ):
             nostall.load(state, tmp_path)
         one = shard.read_bytes().index(struct.pack("<f", 1.0))

@@ -39,9 +39,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 import nostall
-from nostall._read import plan
-from nostall._read.items import large
-from nostall._read.items import load as items
+from nostall._read import plan, reading
 from nostall.filesystem_reader import Verify
 from support.ranks import run_ranks
 
@@ -258,9 +256,8 @@ def ways_to_read(small_nbytes: int, piece_nbytes: int) -> Iterator[None]:
     """Other limits than those for tensors of real sizes, which would take too long here."""
     with (
         patch.object(plan, "SMALL_NBYTES", small_nbytes),
-        patch.object(items, "SMALL_NBYTES", small_nbytes),
-        patch.object(items, "PIECE_NBYTES", piece_nbytes),
-        patch.object(large, "PIECE_NBYTES", piece_nbytes),
+        patch.object(reading, "SMALL_NBYTES", small_nbytes),
+        patch.object(reading, "PIECE_NBYTES", piece_nbytes),
     ):
         yield
 

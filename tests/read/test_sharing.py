@@ -10,19 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from nostall._model.reads import ReadCounter
-from nostall._read.plan import rotated
-from nostall._read.read_once import read_shared
-from nostall._read.round_memory import Buffers
+from nostall._read.plan import Span, rotated
 from nostall._read.sharing import (
-    ROUND_NBYTES,
     Member,
-    Part,
     Share,
-    Span,
     all_want_to_share,
+    read_shared,
     share,
 )
 from nostall._storage.posix_files import PosixFiles
@@ -37,7 +31,7 @@ from support.ranks import run_ranks
 
 Found = list[dict[str, Any]]
 MOST_RANKS = 5
-ROUND, PIECE = 100, 16
+ROUND = 100
 CONSTANT_NBYTES = 64 << 10
 """Beside 5 %: what ranks may read more than once, such as the heads of what is not shared."""
 SOON_S = 20.0
@@ -85,7 +79,7 @@ def shared(wanted: list[dict[Span, int]]) -> dict[Span, list[int]]:
 
 
 def shares_of(wanted: list[dict[Span, int]]) -> list[Share]:
-    planned = share(wanted, round_nbytes=ROUND, piece_nbytes=PIECE)
+    planned = share(wanted, round_nbytes=ROUND)
     return planned or [Share(rounds=()) for _ in wanted]
 
 
@@ -126,12 +120,11 @@ def test_ranks_agree_on_who_reads_what(wanted: list[dict[Span, int]]) -> None:
         for rank, content in enumerate(contents):
             for part in content:
                 assert rank in part.ranks
-                assert set(part.owners) <= set(part.ranks)
                 read: list[tuple[str, int]] = []
-                for owner in part.ranks:
-                    for begin, spans in part.blocks_of(owner, 10):
-                        before = [place for span in part.spans for place in sorted(bytes_of(span))]
-                        block = [place for span in spans for place in sorted(bytes_of(span))]
+                for reader in part.ranks:
+                    for begin, span in part.blocks_of(reader, 10):
+                        before = [place for each in part.spans for place in sorted(bytes_of(each))]
+                        block = sorted(bytes_of(span))
                         assert before[begin : begin + len(block)] == block
                         assert len(block) <= 10
                         read += block
@@ -156,15 +149,15 @@ def test_a_round_is_bounded_on_each_rank(wanted: list[dict[Span, int]]) -> None:
 
 @given(there=archives(), ranks=st.integers(2, MOST_RANKS))
 def test_ranks_that_want_the_same_read_equally_much(there: list[Span], ranks: int) -> None:
-    """But for a piece, and for a byte per round."""
+    """But for a byte per round."""
     (first, *_) = planned = shares_of([{each: each.nbytes for each in there}] * ranks)
     assert all(each == first for each in planned)
     loads = dict.fromkeys(range(ranks), 0)
     for content in first.rounds:
         for part in content:
-            for piece in part.pieces():
-                loads[piece.owner] += piece.end - piece.begin
-    assert max(loads.values()) - min(loads.values()) <= 2 * PIECE + len(first.rounds)
+            for rank, begin, end in part.pieces():
+                loads[rank] += end - begin
+    assert max(loads.values()) - min(loads.values()) <= len(first.rounds)
 
 
 @given(wanted=wants())
@@ -181,13 +174,6 @@ def test_archives_that_overlap_are_not_shared() -> None:
     inner, outer = Span("a", 10, 20), Span("a", 0, 100)
     (planned, _) = shares_of([{outer: 100, inner: 10}] * 2)
     assert [part.spans for content in planned.rounds for part in content] == [(outer,)]
-
-
-def test_what_is_small_is_read_by_one_rank() -> None:
-    """A message has its price, too."""
-    for nbytes, owners in ((PIECE, 1), (2 * PIECE - 1, 1), (2 * PIECE, 2), (9 * PIECE, 4)):
-        (planned, *_) = shares_of([{Span("a", 0, nbytes): nbytes}] * 4)
-        assert len(planned.rounds[0][0].owners) == owners
 
 
 def test_many_ranks_are_planned_in_one_way() -> None:
@@ -246,16 +232,7 @@ class Peers:
 def read_with(peers: Peers, path: Path) -> BaseException:
     (planned, _) = shares_of([{Span("file", 0, 8): 8}] * 2)
     with pytest.raises(NostallError) as caught:
-        read_shared(
-            planned,
-            [],
-            DefaultLoadPlanner(),
-            PosixFiles(str(path)),
-            peers,
-            threads=1,
-            verify=False,
-            counter=ReadCounter(0),
-        )
+        read_shared(planned, [], PosixFiles(str(path)), peers, lambda *_: None, threads=1)
     return caught.value
 
 
@@ -275,19 +252,6 @@ def test_nothing_is_exchanged_once_a_rank_has_failed(tmp_path: Path) -> None:
     assert isinstance(error, RankFailedError)
     assert error.rank == 1
     assert not [each for each in threading.enumerate() if each.name.startswith("nostall-read")]
-
-
-def test_memory_of_rounds_is_used_again_but_for_larger_archives() -> None:
-    """Memory is taken twice, and once more while an archive is larger than a round."""
-    sizes = (1000, 2000, 1000, ROUND_NBYTES + 1)
-    spans = [Span("a", number << 40, (number << 40) + size) for number, size in enumerate(sizes)]
-    contents = [(Part(ranks=(0, 1), owners=(0,), spans=(span,)),) for span in spans]
-    buffers = Buffers(Share(rounds=tuple(contents)))
-    memory = [buffers.for_round(number, each) for number, each in enumerate(contents)]
-    assert [len(each) for each in memory] == list(sizes)
-    first, second, third, large = (each.data_ptr() for each in memory)
-    assert first == third
-    assert len({first, second, large}) == 3
 
 
 # --- real ranks -----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from types import FrameType
 
 import pytest
 
-from nostall._read.items.workers import Workers
+from nostall._read.inflight import Workers
 from nostall.errors import ReadError
 from support.ranks import run_script
 from support.waiting import SOON_S

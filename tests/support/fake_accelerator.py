@@ -66,7 +66,8 @@ class FakeStream:
             self.queue.append(work)
 
     def run(self, until: int) -> None:
-        with self.fake.lock, torch._C.DisableTorchFunction(), torch.no_grad():
+        # A device knows no modes of the thread that waits for it.
+        with self.fake.lock, torch._C.DisableTorchFunction(), torch.inference_mode():
             while self.done < until:
                 self.queue[self.done]()
                 self.done += 1

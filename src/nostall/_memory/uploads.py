@@ -1,8 +1,7 @@
 """Uploads of a load: pinned host memory is filled, and copied to accelerators meanwhile.
 
-A thread takes one part of a bounded ring of pinned memory, fills it, issues its copy on a side
-stream, and gives the part back together with the event of that copy. Who takes it next waits for
-the event. No thread that holds a part waits for another part, so parts always become free.
+Each thread has two buffers of pinned memory. It fills one of them while a side stream copies from
+the other, and waits for the event of that copy before it fills the other one again.
 
 Order on the device: the side stream waits for what the load's stream has when an upload begins, as
 that may write to the same memory; the load's stream waits for the side stream before the values
@@ -17,55 +16,25 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
 
 from nostall import _torch
-from nostall._memory.copying import memory_of, views_of
+from nostall._memory.copying import memory_of
 from nostall._memory.devices import module_with_streams
 
 _log = logging.getLogger("nostall")
 
-PART_NBYTES = 16 << 20
+_PINNED_NBYTES = 128 << 20
+"""Limit per load."""
+_MOST_BUFFER_NBYTES = 16 << 20
 """Sent by one copy: issuing one costs a thread 0.05 to 0.2 ms (H200, decision 32)."""
-_MOST_PARTS = 8
-"""128 MiB per load; parts are allocated when they are needed."""
 _BESIDE_NBYTES = 256 << 20
 """Limit on device memory for values that have another form than their target. Training needs what
 the device has; larger tensors are converted on the CPU."""
-_ALIGNMENT = 64
-
-
-class Memory(Protocol):
-    """Contiguous memory of a tensor, which any threads fill."""
-
-    def part(self, begin: int, end: int) -> AbstractContextManager[memoryview]:
-        """Host memory to fill with these bytes inside of the block.
-
-        Args:
-            begin: Where they begin.
-            end: Where they end, at most one part of the ring later.
-        """
-
-    def finish(self) -> None:
-        """Make later work of the thread that owns the load see what was filled."""
-
-
-class _InPlace:
-    """Memory of the CPU."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    @contextmanager
-    def part(self, begin: int, end: int) -> Iterator[memoryview]:
-        yield memory_of(self._tensor)[begin:end]
-
-    def finish(self) -> None:
-        """Do nothing: it is there."""
 
 
 class _Device(NamedTuple):
@@ -78,31 +47,12 @@ class _Device(NamedTuple):
     """The stream of its uploads."""
 
 
-class _Upload:
-    """Memory on an accelerator. The copy of a part begins when its block is left."""
+class _Buffer:
+    """Pinned memory, and the event of the last copy from it."""
 
-    def __init__(self, memory: torch.Tensor, device: _Device, ring: _Ring) -> None:
-        self._memory = memory
-        self._device = device
-        self._ring = ring
-
-    @contextmanager
-    def part(self, begin: int, end: int) -> Iterator[memoryview]:
-        side = self._device.side
-        with self._device.module.stream(side), self._ring.part() as part:
-            yield memory_of(part.memory)[: end - begin]
-            try:
-                # As bytes, a tensor of inference mode may be changed on any thread.
-                flat = self._memory.view(-1).view(torch.uint8)
-                flat[begin:end].copy_(part.memory[: end - begin], non_blocking=True)
-                part.copied = side.record_event()
-            except BaseException:  # an interrupt, too
-                side.synchronize()  # the part is used again
-                raise
-
-    def finish(self) -> None:
-        """Order later work of the load's stream after the copies; the host does not wait."""
-        self._device.current.wait_stream(self._device.side)
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.copied: Any = None
 
 
 class Uploads:
@@ -112,14 +62,18 @@ class Uploads:
     pinned memory released. Leave it when no thread fills parts any more.
 
     Args:
-        part_nbytes: Most bytes that are filled and sent at a time.
-        most_parts: Limit on the parts in pinned memory.
+        threads: Number of threads that fill memory.
+        pinned_nbytes: Limit on pinned memory.
     """
 
-    def __init__(self, *, part_nbytes: int = PART_NBYTES, most_parts: int = _MOST_PARTS) -> None:
-        self._part_nbytes = part_nbytes
-        self._ring = _Ring(part_nbytes, most_parts)
+    def __init__(self, threads: int, *, pinned_nbytes: int = _PINNED_NBYTES) -> None:
+        self.buffer_nbytes = min(_MOST_BUFFER_NBYTES, pinned_nbytes // (2 * threads))
+        """Limit on a part in memory of a device."""
         self._devices: dict[torch.device, _Device] = {}
+        self._buffers: dict[int, deque[_Buffer]] = {}
+        """By thread, the one that was filled last at the end."""
+        self._may_pin = True
+        """Until the first refusal: each attempt is slow, and the next would be refused, too."""
 
     def prepare(self, targets: Iterable[torch.Tensor]) -> None:
         """Make a stream for each new device of these tensors; for the thread that owns the load.
@@ -134,20 +88,66 @@ class Uploads:
                     module, module.current_stream(device), module.Stream(device=device)
                 )
 
-    def can_fill(self, memory: torch.Tensor) -> bool:
-        """Whether :meth:`into` is for this memory; what cannot be filled is copied to."""
-        return memory.is_cpu or self._is_reached(memory.device, memory.dtype)
+    def can_fill(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether memory of a device can be filled in parts; otherwise it is copied to."""
+        return device.type == "cpu" or (device in self._devices and _torch.can_be_viewed(dtype))
 
-    def _is_reached(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return device in self._devices and _torch.can_be_viewed(dtype)
+    def begin(self, memory: torch.Tensor) -> None:
+        """Before the first part of contiguous memory: order copies after the load's stream."""
+        if not memory.is_cpu:
+            device = self._devices[memory.device]
+            device.side.wait_stream(device.current)
 
-    def into(self, memory: torch.Tensor) -> Memory:
-        """Begin to fill contiguous memory, after what the load's stream has now; on any thread."""
+    @contextmanager
+    def part(self, memory: torch.Tensor, begin: int, end: int) -> Iterator[memoryview]:
+        """Host memory to fill with some bytes of contiguous memory; on any thread.
+
+        For a device, the copy is issued when the block is left; it has at most
+        :attr:`buffer_nbytes`.
+        """
         if memory.is_cpu:
-            return _InPlace(memory)
-        device = self._devices[memory.device]
-        device.side.wait_stream(device.current)
-        return _Upload(memory, device, self._ring)
+            yield memory_of(memory)[begin:end]
+            return
+        buffer, device = self._next_buffer(), self._devices[memory.device]
+        filled = buffer.memory[: end - begin]
+        yield memory_of(filled)
+        try:
+            with device.module.stream(device.side):
+                # As bytes, a tensor of inference mode may be changed on any thread.
+                flat = memory.view(-1).view(torch.uint8)
+                flat[begin:end].copy_(filled, non_blocking=True)
+                buffer.copied = device.side.record_event()
+        except BaseException:  # an interrupt, too
+            device.side.synchronize()  # the buffer is filled again
+            raise
+
+    def finish(self, memory: torch.Tensor) -> None:
+        """After the last part: order the load's stream after the copies; the host does not wait."""
+        if not memory.is_cpu:
+            device = self._devices[memory.device]
+            device.current.wait_stream(device.side)
+
+    def _next_buffer(self) -> _Buffer:
+        """The buffer of this thread that no copy needs any more."""
+        mine = self._buffers.setdefault(threading.get_ident(), deque())
+        if len(mine) < 2:
+            mine.append(_Buffer(self._pinned()))
+        else:
+            mine.rotate(-1)
+            if mine[-1].copied is not None:
+                mine[-1].copied.synchronize()
+        return mine[-1]
+
+    def _pinned(self) -> torch.Tensor:
+        if self._may_pin:
+            try:
+                return torch.empty(
+                    self.buffer_nbytes, dtype=torch.uint8, device="cpu", pin_memory=True
+                )
+            except RuntimeError as error:
+                self._may_pin = False
+                _log.warning("memory to read into is not pinned, uploads are slower: %s", error)
+        return torch.empty(self.buffer_nbytes, dtype=torch.uint8, device="cpu")
 
     def beside(
         self, target: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
@@ -157,152 +157,43 @@ class Uploads:
         It is on the target's device if there is memory, so that torch converts there; else on the
         CPU.
         """
-        nbytes = math.prod(shape) * dtype.itemsize
-        if 0 < nbytes <= _BESIDE_NBYTES and self._is_reached(target.device, dtype):
-            with suppress(torch.OutOfMemoryError):
-                return self._empty(shape, dtype, target.device)
+        nbytes, device = math.prod(shape) * dtype.itemsize, self._devices.get(target.device)
+        if device is not None and 0 < nbytes <= _BESIDE_NBYTES and _torch.can_be_viewed(dtype):
+            with suppress(torch.OutOfMemoryError), device.module.stream(device.current):
+                return torch.empty(shape, dtype=dtype, device=target.device)
         return torch.empty(shape, dtype=dtype, device="cpu")
-
-    def _empty(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        found = self._devices[device]
-        with found.module.stream(found.current):
-            return torch.empty(shape, dtype=dtype, device=device)
 
     def brought_near(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """The sources, or copies of those on the CPU on the devices of their targets.
+        """The sources, or copies of small ones on the CPU on the devices of their targets.
 
-        For the thread that owns the load. Sources for one device are sent together, if they fit
-        into one part of the ring.
+        For the thread that owns the load. Sources of one dtype for one device are sent together.
         """
         near = list(sources)
-        by_device: dict[torch.device, list[int]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for at, (source, target) in enumerate(zip(sources, targets, strict=True)):
-            if source.is_cpu and not target.is_cpu:
-                by_device.setdefault(target.device, []).append(at)
-        for device, positions in by_device.items():
-            here = self._sent([sources[at] for at in positions], device)
-            for at, each in zip(positions, here, strict=True):
-                near[at] = each
+            if source.is_cpu and not target.is_cpu and self.can_fill(target.device, source.dtype):
+                alike.setdefault((target.device, source.dtype), []).append(at)
+        for (_, dtype), positions in alike.items():
+            nbytes = sum(sources[at].nbytes for at in positions)
+            if not 0 < nbytes <= _MOST_BUFFER_NBYTES:
+                continue
+            packed = torch.cat([sources[at].reshape(-1).view(torch.uint8) for at in positions])
+            memory = self.beside(targets[positions[0]], (nbytes,), torch.uint8)
+            memory.copy_(packed)
+            begin = 0
+            for at in positions:
+                end = begin + sources[at].nbytes
+                near[at] = memory[begin:end].view(dtype).view(sources[at].shape)
+                begin = end
         return near
-
-    def _sent(
-        self, sources: Sequence[torch.Tensor], device: torch.device
-    ) -> Sequence[torch.Tensor]:
-        places, end = [], 0
-        for source in sources:
-            places.append((end, source.dtype, source.shape, _contiguous_stride(source.shape)))
-            end += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
-        is_reached = all(self._is_reached(device, source.dtype) for source in sources)
-        if not 0 < end <= self._part_nbytes or not is_reached:
-            return sources
-        try:
-            memory = self._empty((end,), torch.uint8, device)
-        except torch.OutOfMemoryError:
-            return sources
-        upload = self.into(memory)
-        with upload.part(0, end) as part:
-            _torch.copy_each(views_of(part, places), sources)
-        upload.finish()
-        return [
-            memory[begin : begin + source.nbytes].view(source.dtype).view(source.shape)
-            for source, (begin, *_) in zip(sources, places, strict=True)
-        ]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         with ExitStack() as last:
-            last.callback(self._ring.release)
+            last.callback(self._buffers.clear)
             for device in self._devices.values():
                 last.callback(device.side.synchronize)
-
-
-def _contiguous_stride(shape: Sequence[int]) -> list[int]:
-    return [math.prod(shape[at + 1 :]) for at in range(len(shape))]
-
-
-class _Part:
-    """A part of the ring, and the event of the last copy from it."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-        self.copied: Any = None
-
-
-class _Ring:
-    """Pinned memory, used again and again."""
-
-    def __init__(self, part_nbytes: int, most_parts: int) -> None:
-        self._part_nbytes = part_nbytes
-        self._most_parts = most_parts
-        self._lock = threading.RLock()  # acquired directly: see _model.interrupts
-        self._changed = threading.Condition(self._lock)
-        self._returned: deque[_Part] = deque()
-        self._count = 0
-        """Parts that exist, or are being allocated."""
-        self._holders: set[int] = set()
-        """Threads. None holds a part while it waits for another one."""
-        self._may_pin = True
-        """Until the first refusal: each attempt is slow, and the next would be refused, too."""
-
-    @contextmanager
-    def part(self) -> Iterator[_Part]:
-        """A part that no copy needs any more. The caller takes no second one meanwhile."""
-        thread = threading.get_ident()
-        assert thread not in self._holders, "a thread that holds a part waits for another one"
-        part = self._returned_part() or self._new_part()
-        self._holders.add(thread)
-        try:
-            if part.copied is not None:
-                part.copied.synchronize()
-            yield part
-        finally:
-            self._holders.discard(thread)
-            with self._lock:
-                self._returned.append(part)
-                self._changed.notify()
-
-    def _returned_part(self) -> _Part | None:
-        """The part that was returned first; ``None`` if the caller is to allocate one."""
-        with self._lock:
-            while True:
-                is_full = self._count == self._most_parts
-                if self._returned and (is_full or _is_copied(self._returned[0])):
-                    return self._returned.popleft()
-                if not is_full:
-                    self._count += 1
-                    return None
-                self._changed.wait()
-
-    def _new_part(self) -> _Part:
-        try:
-            return _Part(self._allocated())
-        except BaseException:  # passed on; others may try
-            with self._lock:
-                self._count -= 1
-                self._changed.notify()
-            raise
-
-    def _allocated(self) -> torch.Tensor:
-        nbytes = self._part_nbytes
-        if self._may_pin:
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            except RuntimeError as error:
-                self._may_pin = False
-                _log.warning("memory to read into is not pinned, uploads are slower: %s", error)
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-
-    def release(self) -> None:
-        """Release the memory. No copy needs it any more."""
-        self._returned.clear()
-        self._count = 0
-
-
-def _is_copied(part: _Part) -> bool:
-    return part.copied is None or bool(part.copied.query())

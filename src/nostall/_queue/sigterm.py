@@ -43,7 +43,8 @@ _ABANDON_S = 5.0
 
 def is_interpreter_ending() -> bool:
     """Whether the main thread has ended, and the interpreter waits for others."""
-    return concurrent.futures.thread._shutdown  # no public name says so
+    # No public name says so.
+    return getattr(concurrent.futures.thread, "_shutdown", False)
 
 
 class Preemption:

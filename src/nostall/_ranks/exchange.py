@@ -1,4 +1,4 @@
-"""Ranks that send each other what they have read; the port is ``_read/peers.py``."""
+"""Ranks that send each other what they have read; the port is in ``_read/sharing.py``."""
 
 from __future__ import annotations
 

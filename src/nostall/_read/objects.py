@@ -1,4 +1,4 @@
-"""What ``torch.save`` has pickled: objects in checkpoints, and tensors that are not plain."""
+"""Load archives of ``torch.save``: objects in checkpoints, and tensors that are not plain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from nostall._storage.reading import is_to_blame
 from nostall.errors import DamagedCheckpointError, ReadError, UntrustedObjectError
 
-ENVIRONMENT_HINT = (
+_ENVIRONMENT_HINT = (
     "its bytes do not seem to be damaged: make the modules of the program that saved it importable"
     " here, in the same versions"
 )
@@ -24,7 +24,7 @@ class Broken(Exception):  # a finding; the reader makes an error of it
     """Not an archive as ``torch.save`` makes it."""
 
 
-OF_BYTES = (Broken, pickle.UnpicklingError, RuntimeError)
+_OF_BYTES = (Broken, pickle.UnpicklingError, RuntimeError)
 """Raised for bytes that contradict each other; the last two by torch."""
 _BEGIN = b"PK\x03\x04"
 """Anything else torch takes for a file of an older version, which has several pickles."""
@@ -63,13 +63,13 @@ def object_in(content: io.BytesIO, name: str, *, path: str, trust: bool, hint: s
 
 
 def unloadable(
-    what: str, error: Exception, archive: BinaryIO, *, path: str
+    what: str, error: Exception, archive: BinaryIO, *, path: str, damage_hint: str | None = None
 ) -> DamagedCheckpointError | ReadError:
     """The error for an archive that cannot be loaded: damage only if its bytes are the reason."""
-    why = f"{what}: {reason_of(error)}"
-    if isinstance(error, OF_BYTES) or is_to_blame(archive, error):
-        return DamagedCheckpointError(why, phase="read", path=path)
-    return ReadError(why, phase="read", path=path, hint=ENVIRONMENT_HINT)
+    why = f"{what}: {type(error).__name__}: {reason_of(error)}"
+    if isinstance(error, _OF_BYTES) or is_to_blame(archive, error):
+        return DamagedCheckpointError(why, phase="read", path=path, hint=damage_hint)
+    return ReadError(why, phase="read", path=path, hint=_ENVIRONMENT_HINT)
 
 
 def loaded_safely(archive: BinaryIO) -> Any:
@@ -102,14 +102,8 @@ def require_archive(archive: BinaryIO) -> None:
     archive.seek(0)
 
 
-def refused_by_torch(error: Exception) -> str | None:
-    """What torch says of a class that it does not load by itself; ``None`` for another error."""
-    said = reason_of(error)
-    return said if "not an allowed global" in said else None
-
-
 def reason_of(error: Exception) -> str:
-    """What ``torch.load`` says, in one line; of ``weights_only`` the class that is refused."""
+    """The message of ``torch.load`` in one line, or the class that ``weights_only`` refuses."""
     refused = _REFUSED.search(str(error))
     said = refused[1] if refused else str(error).partition("\n")[0]
     return f"{said or type(error).__name__:.200}"

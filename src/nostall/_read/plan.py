@@ -1,11 +1,12 @@
-"""The items to read, and which of them one read brings. Pure."""
+"""The items to read, how many bytes that takes, and which items one read brings. Pure."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
+import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -13,15 +14,47 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from nostall._read.items.forms import Form
-from nostall._read.sharing import Span
-
 SMALL_NBYTES = 256 << 10
 """Items up to this length are read together with their neighbours."""
 _GAP_NBYTES = 64 << 10
 """Bytes between two items that are read rather than skipped."""
 REGION_NBYTES = 4 << 20
 """Most that one read of small items brings."""
+
+RowsOf: TypeAlias = Callable[[ReadItem], "int | None"]
+"""Rows of an item's stored tensor; ``None`` if all of them are read for any slice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """Common properties of the archives of tensors that differ in their values only."""
+
+    prefix: bytes
+    """All bytes before the values."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    """Bytes of the values."""
+    has_checksum: bool = True
+    """Whether a descriptor is after the values, if there are any."""
+
+    @property
+    def begin(self) -> int:
+        """Where the values begin."""
+        return len(self.prefix)
+
+
+class Span(NamedTuple):
+    """Consecutive bytes of a file, such as an archive."""
+
+    file: str
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.end - self.begin
 
 
 class Wanted(NamedTuple):  # made in a quarter of the time of a frozen dataclass
@@ -69,47 +102,22 @@ def regions(items: Sequence[Wanted]) -> Iterator[slice]:
         yield slice(first, len(items))
 
 
-def nbytes_by_archive(
-    wanted: Iterable[Wanted], rows_of: Callable[[ReadItem], int | None]
-) -> dict[Span, int]:
-    """How many bytes of which archives are read for items.
+def nbytes_by_archive(wanted: Iterable[Wanted], rows_of: RowsOf) -> dict[Span, int]:
+    """How many bytes of which archives are read; several items of an archive read it once.
 
     Args:
         wanted: The items.
-        rows_of: Rows of an item's stored tensor; ``None`` if all of them are read for any slice.
+        rows_of: See :data:`RowsOf`.
     """
-    found: dict[Span, int] = defaultdict(int)
-    for each in wanted:
-        archive = Span(each.file, each.offset, each.end)
-        found[archive] = min(each.nbytes, found[archive] + nbytes_of(each, rows_of))
-    return dict(found)
-
-
-def nbytes_of_all(wanted: Iterable[Wanted], rows_of: Callable[[ReadItem], int | None]) -> int:
-    """How many bytes are read for items; several items of one archive read it once.
-
-    Args:
-        wanted: The items.
-        rows_of: As of :func:`nbytes_by_archive`, which is slow for many small items.
-    """
-    small: dict[str, dict[int, int]] = defaultdict(dict)
-    large: list[Wanted] = []
-    for each in wanted:
-        _, file, offset, nbytes, _ = each
-        if nbytes <= SMALL_NBYTES:
-            small[file][offset] = nbytes
-        else:
-            large.append(each)
-    of_small = sum(sum(each.values()) for each in small.values())
-    return of_small + sum(nbytes_by_archive(large, rows_of).values())
-
-
-def nbytes_of(wanted: Wanted, rows_of: Callable[[ReadItem], int | None]) -> int:
-    """How many bytes are read for an item; ``rows_of`` as of :func:`nbytes_by_archive`."""
-    item = wanted.item
-    is_whole = wanted.nbytes <= SMALL_NBYTES or item.type is LoadItemType.BYTE_IO
-    rows = None if is_whole else rows_of(item)
-    return wanted.nbytes * item.lengths[0] // rows if rows else wanted.nbytes
+    found: dict[Span, int] = {}
+    for item, file, offset, nbytes, _ in wanted:
+        archive, count = Span(file, offset, offset + nbytes), nbytes
+        if nbytes > SMALL_NBYTES and item.type is not LoadItemType.BYTE_IO:
+            if rows := rows_of(item):
+                count = nbytes * item.lengths[0] // rows
+            count = min(nbytes, found.get(archive, 0) + count)
+        found[archive] = count
+    return found
 
 
 def rows_of(stored: Mapping[str, object], item: ReadItem) -> int | None:
@@ -122,13 +130,11 @@ def rows_of(stored: Mapping[str, object], item: ReadItem) -> int | None:
     Returns:
         ``None`` if the tensor has no rows, or metadata do not say where the item is from.
     """
-    index, entry = item.storage_index, stored.get(item.storage_index.fqn)
-    if not isinstance(entry, TensorStorageMetadata) or index.index is None:
+    index = item.storage_index
+    chunk = None if index.index is None else chunk_of(stored.get(index.fqn), index)
+    if chunk is None or not len(chunk.sizes) == len(item.lengths) > 0:
         return None
-    for chunk in entry.chunks[index.index : index.index + 1]:
-        if chunk.offsets == index.offset and len(chunk.sizes) == len(item.lengths) > 0:
-            return chunk.sizes[0]
-    return None
+    return chunk.sizes[0]
 
 
 def chunk_of(entry: object, index: MetadataIndex) -> ChunkStorageMetadata | None:

@@ -30,7 +30,6 @@ TRUST_HINT = (
     "torch.serialization.add_safe_globals allows a class; trust=True loads any, only for files of"
     " people you trust"
 )
-_NOTHING = torch.Size((0,))
 _TENSORS = (torch.Tensor, _torch.ShardedTensor)
 
 
@@ -85,7 +84,7 @@ class Planner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank reads.
+        """The plan of this rank's reads.
 
         Raises:
             OptionError: An item is not in the checkpoint, or of another shape or kind.
@@ -94,22 +93,18 @@ class Planner(DefaultLoadPlanner):
         wanted = self._fitting(self.metadata.state_dict_metadata)
         items: list[ReadItem] = []
         for name, (value, entry) in wanted.items():
-            if isinstance(entry, BytesStorageMetadata):
-                items.append(_object(name))
-            elif _is_whole(value, entry):
+            if _is_whole(value, entry):
                 self._whole[name] = value
                 items.append(_tensor(name, entry))
             else:
-                items += self._parts(name, value, self.metadata)
+                try:
+                    items += create_default_local_load_plan({name: value}, self.metadata).items
+                except Exception as error:  # of the tensor's class, or for what it says of itself
+                    # Stock's planner calls each ValueError wrong metadata.
+                    why = error.__cause__ or error
+                    raise self._misfit(f"{name}: {type(why).__name__}: {why}") from error
         self.loaded = tuple(wanted)
         return LoadPlan(items)
-
-    def _parts(self, name: str, value: Any, metadata: Metadata) -> list[ReadItem]:
-        try:
-            return create_default_local_load_plan({name: value}, metadata).items
-        except Exception as error:  # of the tensor's class, or for what it says of itself
-            why = error.__cause__ or error  # stock's planner calls each ValueError wrong metadata
-            raise self._misfit(f"{name}: {type(why).__name__}: {why}") from error
 
     def _fitting(self, entries: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """The selected values and their entries, by name; all of them fit."""
@@ -128,14 +123,13 @@ class Planner(DefaultLoadPlanner):
                 f"Missing key in checkpoint state_dict: {some(missing)}",
                 ", and strict=False leaves out what is missing",
             )
-        if self._strict:
+        if self._strict and self._empty:
             self._require_places(entries)
         self._require_forms(wanted)
         return wanted
 
     def _require_places(self, entries: Mapping[str, Any]) -> None:
-        if not self._empty:
-            return
+        """Require that the checkpoint has nothing in dictionaries that are empty in the state."""
         found = [
             name
             for name in map(str, entries)
@@ -155,7 +149,7 @@ class Planner(DefaultLoadPlanner):
     def _require_forms(self, wanted: Mapping[str, tuple[Any, Any]]) -> None:
         shapes, without, kinds = [], [], []
         for name, (value, entry) in wanted.items():
-            is_tensor = _is_tensor(value)
+            is_tensor = isinstance(value, _TENSORS)
             if is_tensor is isinstance(entry, BytesStorageMetadata):
                 where = "state" if is_tensor else "checkpoint"
                 kinds.append(f"{name} (a tensor in the {where} only)")
@@ -183,20 +177,15 @@ class Planner(DefaultLoadPlanner):
             hint=f"`nostall inspect` lists what a checkpoint has; `keys` selects{hint}",
         )
 
-    def _file_of(self, read_item: ReadItem) -> str:
-        assert isinstance(self.metadata, Metadata)
-        place = self.metadata.storage_data[read_item.storage_index]
-        return f"{self._path}/{place.relative_path}"
-
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         whole = self._whole.get(read_item.dest_index.fqn)
         return super().resolve_tensor(read_item) if whole is None else whole
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        name = read_item.dest_index.fqn
-        loaded = object_in(
-            value, name, path=self._file_of(read_item), trust=self._trust, hint=TRUST_HINT
-        )
+        assert isinstance(self.metadata, Metadata)
+        name, place = read_item.dest_index.fqn, self.metadata.storage_data[read_item.storage_index]
+        path = f"{self._path}/{place.relative_path}"
+        loaded = object_in(value, name, path=path, trust=self._trust, hint=TRUST_HINT)
         *outer, last = self.mappings[name]
         container: Any = self.original_state_dict
         for key in outer:
@@ -228,14 +217,11 @@ def _own_key(container: Any, key: Any) -> Any:
     return next(own for own in container if str(own) == key)
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, _TENSORS)
-
-
-def _is_whole(value: object, entry: TensorStorageMetadata) -> bool:
+def _is_whole(value: object, entry: TensorStorageMetadata | BytesStorageMetadata) -> bool:
     """Whether a tensor has all values of a stored one, which is one chunk."""
     return (
-        isinstance(value, torch.Tensor)
+        isinstance(entry, TensorStorageMetadata)
+        and isinstance(value, torch.Tensor)
         and not _torch.says_its_place(value)
         and len(entry.chunks) == 1
         and entry.chunks[0].sizes == entry.size
@@ -257,15 +243,3 @@ def _tensor(name: str, entry: TensorStorageMetadata) -> ReadItem:
         lengths=entry.size,
     )
     return item
-
-
-def _object(name: str) -> ReadItem:
-    index = MetadataIndex(name)
-    return ReadItem(
-        type=LoadItemType.BYTE_IO,
-        dest_index=index,
-        dest_offsets=_NOTHING,
-        storage_index=index,
-        storage_offsets=_NOTHING,
-        lengths=_NOTHING,
-    )

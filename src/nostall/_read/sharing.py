@@ -1,62 +1,78 @@
-"""Which bytes ranks read once and send to each other, in which rounds, and who reads them. Pure.
+"""Read once what several ranks need: each rank reads a part of it, and they exchange the parts.
 
 Ranks share an archive if together they would read more than all of it: because they need the same
 tensor, or slices of it whose rows overlap. The coordinator says which ranks get which bytes in
 which round (:func:`share`); every rank derives from that who reads and sends what, so that what is
 sent to the ranks stays small. Whole archives go into a round, so a round's items can be loaded from
 its bytes alone.
+
+In each round, every rank reads its pieces. Then all ranks agree that none has failed, *before* any
+of them waits for another one's bytes: so no rank waits for a rank that has given up. Then pieces
+are exchanged, and the items of the round are loaded from memory, as from a file. A planner's error
+counts in the next agreement.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TypeAlias
+from functools import partial
+from itertools import groupby
+from typing import Protocol, TypeAlias
 
-from nostall.errors import OptionError
+import torch
+
+from nostall._memory.copying import memory_of
+from nostall._model.reads import ReadCounter
+from nostall._read.archives import OpenFile
+from nostall._read.inflight import Workers
+from nostall._read.plan import Span, Wanted
+from nostall._storage.port import ReadableFiles, Source, Stat, Version
+from nostall.errors import OptionError, RankFailedError, RankLostError
 
 ROUND_NBYTES = 128 << 20
 """Limit on what one rank gets in a round, except for a single larger archive."""
-PIECE_NBYTES = 1 << 20
-"""Least amount that a rank reads of what the same ranks get in a round, if there is as much."""
+_BLOCK_NBYTES = 8 << 20
+"""Read by one task."""
 
 Ranks: TypeAlias = tuple[int, ...]
 """In ascending order, each once."""
+Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
+"""Another rank, and contiguous bytes on the CPU that are sent to it, or received from it."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Span:
-    """Consecutive bytes of a file, such as an archive."""
+class Peers(Protocol):
+    """Ranks that share reads.
 
-    file: str
-    begin: int
-    end: int
+    Raises:
+        RankLostError: From both methods: another rank has ended, or the group is unusable.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        return self.end - self.begin
+    rank: int
+
+    def first_failed(self, *, failed: bool) -> int | None:
+        """The first rank that says it has failed. Collective: call on every rank."""
+
+    def exchange(self, sent: Messages, received: Messages) -> None:
+        """Send and receive; returns when all is sent and received.
+
+        Between two ranks, messages are received in the order in which they are sent, with the same
+        lengths. Other ranks need not call this.
+        """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """Bytes of a part that one rank reads; offsets count from the part's first byte."""
-
-    owner: int
-    begin: int
-    end: int
+# --- who gets what, in which round ----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What the same ranks get in a round."""
+    """Bytes that a set of ranks gets in a round."""
 
     ranks: Ranks
-    owners: Ranks
-    """Those of them that read it, in about equal pieces."""
+    """Each of them reads a piece of it."""
     spans: tuple[Span, ...]
     """In the order of files and offsets; each consists of whole archives."""
 
@@ -65,31 +81,24 @@ class Part:
         """Length of all spans."""
         return sum(span.nbytes for span in self.spans)
 
-    def pieces(self) -> list[Piece]:
-        """Who reads what: each byte is in one piece."""
-        count, nbytes = len(self.owners), self.nbytes
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """Who reads what: a rank, and begin and end of its piece in the part."""
+        count, nbytes = len(self.ranks), self.nbytes
         return [
-            Piece(owner=owner, begin=nbytes * at // count, end=nbytes * (at + 1) // count)
-            for at, owner in enumerate(self.owners)
+            (rank, nbytes * at // count, nbytes * (at + 1) // count)
+            for at, rank in enumerate(self.ranks)
         ]
 
-    def blocks_of(self, owner: int, most_nbytes: int) -> Iterator[tuple[int, list[Span]]]:
-        """What a rank reads, in blocks: offset in the part, and what is there."""
-        ends = list(accumulate(span.nbytes for span in self.spans))
-        for piece in self.pieces():
-            if piece.owner == owner:
-                for begin in range(piece.begin, piece.end, most_nbytes):
-                    yield begin, self._cut(ends, begin, min(piece.end, begin + most_nbytes))
-
-    def _cut(self, ends: Sequence[int], begin: int, end: int) -> list[Span]:
-        cut = []
-        for at in range(bisect_right(ends, begin), len(ends)):
-            span, before = self.spans[at], ends[at] - self.spans[at].nbytes
-            if before >= end:
-                break
-            first, last = max(begin, before) - before, min(end, ends[at]) - before
-            cut.append(Span(span.file, span.begin + first, span.begin + last))
-        return cut
+    def blocks_of(self, rank: int, most_nbytes: int) -> Iterator[tuple[int, Span]]:
+        """Blocks that a rank reads: offsets in the part, and the bytes of files there."""
+        for reader, begin, end in self.pieces():
+            at = 0
+            for file, first, last in self.spans if reader == rank else ():
+                of_file = first - at
+                upper = min(last, of_file + end)
+                for block in range(max(first, of_file + begin), upper, most_nbytes):
+                    yield block - of_file, Span(file, block, min(upper, block + most_nbytes))
+                at += last - first
 
 
 Round: TypeAlias = tuple[Part, ...]
@@ -136,28 +145,21 @@ def all_want_to_share(ranks: Sequence[object]) -> bool:
 
 
 def share(
-    wanted: Sequence[Mapping[Span, int]],
-    *,
-    round_nbytes: int = ROUND_NBYTES,
-    piece_nbytes: int = PIECE_NBYTES,
+    wanted: Sequence[Mapping[Span, int]], *, round_nbytes: int = ROUND_NBYTES
 ) -> list[Share] | None:
-    """What each rank gets from others; ``None`` if no bytes would be read twice.
+    """Plan which bytes each rank gets from others; ``None`` if none would be read twice.
 
     Args:
         wanted: By rank, the archives that it needs, and how many bytes of each it would read.
         round_nbytes: Limit on what one rank gets in a round, except for a single larger archive.
-        piece_nbytes: Least amount that one rank reads of a part, except for smaller parts.
     """
     rounds = _in_rounds(_read_twice(wanted), round_nbytes)
     if not rounds:
         return None
     parts: list[list[list[Part]]] = [[[] for _ in rounds] for _ in wanted]
-    loads = [0] * len(wanted)
     for number, each in enumerate(rounds):
         for ranks, archives in each.items():
-            part = _part(ranks, _joined(archives), loads, piece_nbytes)
-            for piece in part.pieces():
-                loads[piece.owner] += piece.end - piece.begin
+            part = Part(ranks=ranks, spans=_joined(archives))
             for rank in ranks:
                 parts[rank][number].append(part)
     return [Share(rounds=tuple(map(tuple, of_rank))) for of_rank in parts]
@@ -208,7 +210,7 @@ def _in_rounds(
 
 
 def _joined(archives: Sequence[Span]) -> tuple[Span, ...]:
-    """The same bytes in fewer spans."""
+    """Join spans that follow each other."""
     spans: list[Span] = []
     for each in archives:
         if spans and (spans[-1].file, spans[-1].end) == (each.file, each.begin):
@@ -218,11 +220,208 @@ def _joined(archives: Sequence[Span]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _part(ranks: Ranks, spans: tuple[Span, ...], loads: Sequence[int], piece_nbytes: int) -> Part:
-    """A part that those ranks read which have read least so far."""
-    nbytes = sum(span.nbytes for span in spans)
-    count = min(len(ranks), max(1, nbytes // piece_nbytes))
-    owners = ranks  # the same object, which is pickled once
-    if count < len(ranks):
-        owners = tuple(sorted(sorted(ranks, key=lambda rank: (loads[rank], rank))[:count]))
-    return Part(ranks=ranks, owners=owners, spans=spans)
+# --- one rank -------------------------------------------------------------------------------------
+
+
+def read_shared(
+    share: Share,
+    wanted: Sequence[Wanted],
+    files: ReadableFiles,
+    peers: Peers,
+    load: Callable[[Sequence[Wanted], ReadableFiles], None],
+    *,
+    threads: int,
+) -> None:
+    """Read items, those that are shared with other ranks, and load them. Collective.
+
+    Args:
+        share: What this rank gets.
+        wanted: All items of this rank, in any order.
+        files: The checkpoint's files.
+        peers: The ranks that have the other shares.
+        load: Reads items from files and hands them to the planner; called on this thread.
+        threads: Number of reads at a time.
+
+    Raises:
+        RankFailedError: Another rank could not read, or its planner has raised an error.
+        RankLostError: Ranks can no longer communicate.
+        DamagedCheckpointError: A file is missing or shorter than expected; or as of ``load``.
+        OSError: A file cannot be read.
+    """
+    placed, rest = _by_round(share, wanted)
+    largest = max(sum(part.nbytes for part in content) for content in share.rounds)
+    memory = torch.empty(largest, dtype=torch.uint8, device="cpu")
+    failure: BaseException | None = None
+    try:
+        for content, items in zip(share.rounds, placed, strict=True):
+            ready = _Round(content, memory, items, files)
+            failure = failure or _failure_of(partial(ready.read, peers.rank, threads))
+            _agree(peers, failure)
+            peers.exchange(*ready.messages(peers.rank))
+            failure = _failure_of(partial(load, ready.items(), ready))
+        _agree(peers, failure)
+    finally:
+        failure = None  # its traceback refers to this frame, which refers to the memory
+    load(rest, files)
+
+
+def _failure_of(stage: Callable[[], None]) -> BaseException | None:
+    """The error of a stage, even if it is Ctrl-C: other ranks learn of it first."""
+    try:
+        stage()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _agree(peers: Peers, failure: BaseException | None) -> None:
+    """Go on if no rank has failed. Collective."""
+    try:
+        failed = peers.first_failed(failed=failure is not None)
+    except RankLostError as lost:
+        if failure is not None:
+            raise failure from lost
+        raise
+    if failure is not None:
+        raise failure
+    if failed is not None:
+        raise RankFailedError(
+            f"rank {failed} failed while ranks read the checkpoint together",
+            rank=failed,
+            phase="read",
+            hint="the error of that rank says why",
+        )
+
+
+_Placed: TypeAlias = "tuple[Wanted, int]"
+"""An item, and where its archive begins in the memory of its round."""
+
+
+def _by_round(share: Share, wanted: Sequence[Wanted]) -> tuple[list[list[_Placed]], list[Wanted]]:
+    """The items to load from each round's memory, and those that no round brings."""
+    places: list[tuple[Span, int, int]] = []
+    for number, content in enumerate(share.rounds):
+        at = 0
+        for span in (span for part in content for span in part.spans):
+            places.append((span, number, at))
+            at += span.nbytes
+    places.sort()
+    begins = [(span.file, span.begin) for span, _, _ in places]
+    rounds: list[list[_Placed]] = [[] for _ in share.rounds]
+    rest: list[Wanted] = []
+    for each in wanted:
+        place = bisect_right(begins, (each.file, each.offset)) - 1
+        span, number, at = places[place] if place >= 0 else (Span("", 0, 0), 0, 0)
+        if span.file == each.file and each.end <= span.end:
+            rounds[number].append((each, at + each.offset - span.begin))
+        else:
+            rest.append(each)
+    return rounds, rest
+
+
+class _Round:
+    """One round of one rank in memory, part after part.
+
+    As a :class:`~nostall._storage.port.ReadableFiles`, each of its files is all of the memory.
+
+    Args:
+        content: The parts.
+        memory: As long as all of them, or longer.
+        placed: The items that are loaded from it.
+        files: Where it is read from.
+    """
+
+    def __init__(
+        self, content: Round, memory: torch.Tensor, placed: Sequence[_Placed], files: ReadableFiles
+    ) -> None:
+        self._content = content
+        self._memory = memory
+        self._placed = placed
+        self._files = files
+
+    def read(self, rank: int, threads: int) -> None:
+        """Read what this rank reads for all.
+
+        Raises:
+            DamagedCheckpointError: A file is missing or shorter than expected.
+            OSError: A file cannot be read.
+        """
+        items: dict[str, list[Wanted]] = defaultdict(list)
+        for each, _ in self._placed:
+            items[each.file].append(each)
+        memory = memory_of(self._memory)
+
+        def fill(blocks: Sequence[tuple[int, Span]]) -> None:
+            for name, of_file in groupby(blocks, key=lambda block: block[1].file):
+                workers.require_running()
+                # What is read for others counts when it is loaded.
+                with closing(OpenFile(self._files, name, items[name], ReadCounter(0))) as file:
+                    for at, span in of_file:
+                        file.fill(span.begin, items[name], memory[at : at + span.nbytes])
+
+        with Workers(threads) as workers:
+            for task in [workers.submit(partial(fill, each)) for each in self._tasks_of(rank)]:
+                workers.wait(task)
+
+    def _tasks_of(self, rank: int) -> Iterator[list[tuple[int, Span]]]:
+        """Tasks of at most a block that a rank reads: places in the memory, and the bytes."""
+        blocks: list[tuple[int, Span]] = []
+        left = _BLOCK_NBYTES
+        for at, part in self._parts():
+            for offset, span in part.blocks_of(rank, _BLOCK_NBYTES):
+                if span.nbytes > left:
+                    yield blocks
+                    blocks, left = [], _BLOCK_NBYTES
+                blocks.append((at + offset, span))
+                left -= span.nbytes
+        yield blocks
+
+    def _parts(self) -> Iterator[tuple[int, Part]]:
+        """The parts, and where each begins in the memory."""
+        at = 0
+        for part in self._content:
+            yield at, part
+            at += part.nbytes
+
+    def messages(self, rank: int) -> tuple[Messages, Messages]:
+        """Messages to other ranks and from them; all ranks have the same order."""
+        sent, received = [], []
+        for at, part in self._parts():
+            for reader, begin, end in part.pieces():
+                content = self._memory[at + begin : at + end]
+                if reader == rank:
+                    sent += [(other, content) for other in part.ranks if other != rank]
+                else:
+                    received.append((reader, content))
+        return sent, received
+
+    def items(self) -> list[Wanted]:
+        """The items, at their places in the memory."""
+        return [each._replace(offset=at) for each, at in self._placed]
+
+    def where(self, name: str = "") -> str:
+        """Where the bytes are from, for errors."""
+        return self._files.where(name)
+
+    def open(self, name: str) -> Source:  # noqa: ARG002  # the port's signature
+        """All of the memory, whatever the name."""
+        return _Memory(self._memory)
+
+
+class _Memory:
+    """Memory as an open file; a :class:`~nostall._storage.port.Source`."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._content = memory_of(memory)
+        self.stat = Stat(len(self._content), Version(""), 0.0, 0.0)
+
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        begin = offset
+        for memory in memories:
+            found = self._content[offset : offset + len(memory)]
+            memory[: len(found)] = found
+            offset += len(found)
+        return offset - begin
+
+    def close(self) -> None:
+        """Do nothing; the memory is the caller's."""

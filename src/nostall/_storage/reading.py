@@ -187,7 +187,7 @@ class _Part(io.RawIOBase):
 
 
 class _Stream(io.BufferedReader):
-    """As :class:`_Part`, with a buffer; ``read`` copies nothing."""
+    """A buffered :class:`_Part`; ``read`` copies nothing."""
 
     def __init__(self, source: Source, offset: int, nbytes: int) -> None:
         super().__init__(_Part(source, offset, nbytes))

@@ -27,7 +27,6 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from nostall._storage.posix import close_all
 from nostall._storage.posix_files import PosixFiles, PosixSource, between
 
 _PAGE_NBYTES = mmap.PAGESIZE
@@ -37,8 +36,8 @@ _PIECE_NBYTES = 4 << 20
 """Read by one call: two huge pages. Half of it takes 10 % longer."""
 _HUGE_NBYTES = 2 << 20
 _SPARE_NBYTES = 64 << 10
-"""By which the last piece of a range may be longer, rather than be followed by a short one: a head,
-a checksum, and the rest of pages at both ends."""
+"""By which the last piece of a range may be longer, rather than be followed by a short one: a
+checksum, and the rest of pages at both ends."""
 _REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP})
 """The file system does not do direct reads."""
 _CACHESTAT = 451
@@ -75,7 +74,7 @@ class UncachedSource(PosixSource):
 
     def __init__(self, path: str, free: list[memoryview]) -> None:
         self._lock = threading.Lock()
-        self._direct: list[int] = []
+        self._direct: int | None = None
         self._is_refused = False
         self._free = free
         super().__init__(path)
@@ -87,51 +86,49 @@ class UncachedSource(PosixSource):
         done = 0
         for nbytes in _pieces(offset, total):
             piece = memories if nbytes == total else between(memories, done, done + nbytes)
-            read = self._read_piece(offset + done, piece, nbytes)
+            read = self._read_past_cache(offset + done, piece, nbytes)
+            if read < nbytes:  # also after a short read: this finds the file's end, or the error
+                left = between(piece, read, nbytes) if read else piece
+                read += super().read_into(offset + done + read, *left)
             done += read
             if read < nbytes:
                 break
         return done
 
     def close(self) -> None:
-        close_all(self._direct)
+        fd, self._direct = self._direct, None
+        if fd is not None:
+            os.close(fd)
         super().close()
 
-    def _read_piece(self, offset: int, memories: Sequence[memoryview], nbytes: int) -> int:
-        done = 0
-        if not self._is_refused and not is_cached(self._fd, offset, offset + nbytes):
-            done = self._read_past_cache(offset, memories, nbytes)
-        if done < nbytes:  # also after a short read: this finds the file's end, or the error
-            left = between(memories, done, nbytes) if done else memories
-            done += super().read_into(offset + done, *left)
-        return done
-
     def _read_past_cache(self, offset: int, memories: Sequence[memoryview], nbytes: int) -> int:
+        """Read a piece, unless most of it is in the page cache, or the file system refuses."""
+        if self._is_refused or is_cached(self._fd, offset, offset + nbytes):
+            return 0
+        with self._lock:
+            if self._direct is None:
+                flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+                try:  # the same file, whatever its path is by now
+                    self._direct = os.open(f"/proc/self/fd/{self._fd}", flags)
+                except OSError:  # of any kind: the file is open, and can be read without it
+                    self._is_refused = True
+                    return 0
         try:
-            with self._lock:
-                if not self._direct:
-                    self._direct.append(self._reopened())
+            beside = self._free.pop()
+        except IndexError:
             try:
-                beside = self._free.pop()
-            except IndexError:
                 beside = _huge_pages()
-            try:
-                return _read_pages(self._direct[0], offset, memories, nbytes, beside)
-            finally:
-                self._free.append(beside)
-        except _Refused:
+            except OSError:  # no memory; the page cache needs none
+                return 0
+        try:
+            return _read_pages(self._direct, offset, memories, nbytes, beside)
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
             self._is_refused = True
             return 0
-
-    def _reopened(self) -> int:
-        try:  # the same file, whatever its path is by now
-            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except OSError as error:  # of any kind: the file is open, and can be read without it
-            raise _Refused from error
-
-
-class _Refused(Exception):
-    """A file cannot be read past the page cache."""
+        finally:
+            self._free.append(beside)
 
 
 def _pieces(offset: int, nbytes: int) -> Iterator[int]:
@@ -145,13 +142,10 @@ def _pieces(offset: int, nbytes: int) -> Iterator[int]:
 
 
 def _huge_pages() -> memoryview:
-    """Memory for one piece, of huge pages where the system has some; raises :class:`_Refused`."""
+    """Memory for one piece, of huge pages where the system has some; ``OSError`` if it has none."""
     nbytes = _PIECE_NBYTES + _SPARE_NBYTES
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    try:
-        memory = mmap.mmap(-1, _HUGE_NBYTES + nbytes, flags=private)
-    except OSError as error:  # no memory; the page cache needs none
-        raise _Refused from error
+    memory = mmap.mmap(-1, _HUGE_NBYTES + nbytes, flags=private)
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     begin = -_address_of(memory) % _HUGE_NBYTES
@@ -179,17 +173,11 @@ def _read_pages(
         elsewhere.
 
     Raises:
-        _Refused: The file system does not do this.
-        OSError: Storage refused.
+        OSError: Storage refused, or the file system does not do this.
     """
     unwanted = offset % _PAGE_NBYTES
     pages = -(-(unwanted + nbytes) // _PAGE_NBYTES)
-    try:
-        read = os.preadv(fd, [beside[: pages * _PAGE_NBYTES]], offset - unwanted)
-    except OSError as error:
-        if error.errno in _REFUSED:
-            raise _Refused from error
-        raise
+    read = os.preadv(fd, [beside[: pages * _PAGE_NBYTES]], offset - unwanted)
     nbytes = max(0, min(read - unwanted, nbytes))
     at = _address_of(beside) + unwanted
     for memory in between(memories, 0, nbytes):
@@ -206,23 +194,19 @@ def is_cached(fd: int, begin: int, end: int) -> bool:
     tell, or that all pages are cached.
     """
     begin -= begin % _PAGE_NBYTES
-    cached = _cached_pages(fd, begin, end - begin)
-    return cached is None or 2 * cached * _PAGE_NBYTES >= end - begin
-
-
-def _cached_pages(fd: int, begin: int, nbytes: int) -> int | None:
+    nbytes = end - begin
     # 2 us, whatever the length; mincore() takes 70 to 110 us for 8 MiB.
     counts = (ctypes.c_uint64 * 5)()  # cached, dirty, being written back, evicted, evicted recently
     if _syscall()(_CACHESTAT, fd, (ctypes.c_uint64 * 2)(begin, nbytes), counts, 0) == 0:
-        return counts[0]
+        return 2 * counts[0] * _PAGE_NBYTES >= nbytes
     address = _libc().mmap(None, nbytes, 0, mmap.MAP_SHARED, fd, begin)
     if address == _MAP_FAILED:
-        return None
+        return True
     try:
         pages = ctypes.create_string_buffer(-(-nbytes // _PAGE_NBYTES))
         if _libc().mincore(address, nbytes, pages):
-            return None
-        return pages.raw.count(1)
+            return True
+        return 2 * pages.raw.count(1) * _PAGE_NBYTES >= nbytes
     finally:
         _libc().munmap(address, nbytes)
 
