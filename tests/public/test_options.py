@@ -35,7 +35,6 @@ GOOD_WRITER: dict[str, Any] = {
     "sync_files": True,
     "overwrite": True,
     "separation_hint": None,
-    "processes": 1,
 }
 WRITER_MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"thread_count": 0}, "thread_count=0", "at least 1"),

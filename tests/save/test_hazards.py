@@ -418,7 +418,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
         lambda: nostall.warmup("1G"),  # type: ignore[arg-type]  # on purpose
         lambda: nostall.configure({"io_threads": 2}),  # type: ignore[arg-type]  # on purpose
     ],
-    ids=range(27),
+    ids=range(26),
 )
 def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed(wrong: Any) -> None:
     """With an error that says what to use instead."""
