@@ -314,8 +314,9 @@ class AsyncCallsQueue:
         """Wait until all scheduled requests are done, and finalise them. Collective.
 
         Args:
-            timeout: Longest wait for this rank's files, in seconds. The wait for ranks that call
-                this later is additional: ``EngineOptions.save_timeout_s`` and a minute.
+            timeout: Longest wait for this rank's files, in seconds; ``None`` for
+                ``EngineOptions.save_timeout_s``. Ranks that call this later than that and a minute
+                make it fail, and the group is no longer usable.
 
         Raises:
             SaveTimeoutError: Some rank was not done with a request within ``timeout`` seconds;

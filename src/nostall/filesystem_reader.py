@@ -22,7 +22,7 @@ from torch.futures import Future
 from nostall import _torch
 from nostall._describe.description import Description, describe
 from nostall._model.collection import no_collection
-from nostall._model.interrupts import uninterrupted
+from nostall._model.interrupts import interruptible, uninterrupted
 from nostall._model.names import AS_SAFETENSORS
 from nostall._model.reads import ReadCounter, listed
 from nostall._model.wording import counted
@@ -160,7 +160,9 @@ class FileSystemReader(dcp.FileSystemReader):
         directory, name = os.path.split(path)
         with ExitStack() as opened:
             with uninterrupted(patience=2):
-                source = opened.enter_context(closing(storage_at(directory).open(name)))
+                with interruptible():  # a second Ctrl-C leaves storage that hangs
+                    source = storage_at(directory).open(name)
+                opened.enter_context(closing(source))
             yield source, path
 
     def _resolved(self) -> str:

@@ -277,11 +277,12 @@ class CheckpointManager:
                 raise
 
     def _note_committed(self, handle: SaveHandle) -> None:
-        self._own.append(handle.step)  # first, as another thread may remove what is in neither
-        self._handles.remove(handle)
-        handle._outcome = "committed"
-        if coordination_for(self._group).is_coordinator:
-            self._retention.start()
+        with uninterrupted(patience=2):
+            self._own.append(handle.step)  # first, as another thread may remove what is in neither
+            self._handles.remove(handle)
+            handle._outcome = "committed"
+            if coordination_for(self._group).is_coordinator:
+                self._retention.start()
 
     def _activity(self) -> Activity:
         """The steps that stay because of the saves; callable from any thread."""

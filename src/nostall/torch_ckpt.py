@@ -15,7 +15,7 @@ import torch
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
 from nostall._memory.snapshot import write_over
-from nostall._model.interrupts import is_done
+from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import (
     FileImage,
     RankFailed,
@@ -71,28 +71,29 @@ class _FileSave(BackgroundSave):
 
     def stage(self) -> tuple[Lease, int]:
         """The archive in snapshot memory, and its length."""
-        self.progress.to(State.STAGING)
-        nbytes = self._archive_nbytes()
-        self.progress.expect(nbytes)
-        lease = self.engine.lease(nbytes)
-        write_over(lease.block)
-        try:
-            sink = _Archiver(lease.block.image(0, nbytes))
-            torch.save(self._state_dict, sink, *self._args, **self._kwargs)
-            if sink.tell() > nbytes:
-                raise StagingError(
-                    f"torch.save wrote {sink.tell()} bytes, but {nbytes} when the archive was"
-                    " measured",
-                    phase="stage",
-                    path=self._path,
-                    hint="an object in it is pickled differently each time; give its pickle a"
-                    " constant length",
-                )
-        except BaseException:  # of the user's pickling code, or an interrupt
-            lease.release()
-            raise
-        self._state_dict = None
-        return lease, sink.tell()  # may be less, for the same reason
+        with uninterrupted():
+            self.progress.to(State.STAGING)
+            nbytes = self._archive_nbytes()
+            self.progress.expect(nbytes)
+            lease = self.engine.lease(nbytes)
+            write_over(lease.block)
+            try:
+                sink = _Archiver(lease.block.image(0, nbytes))
+                torch.save(self._state_dict, sink, *self._args, **self._kwargs)
+                if sink.tell() > nbytes:
+                    raise StagingError(
+                        f"torch.save wrote {sink.tell()} bytes, but {nbytes} when the archive was"
+                        " measured",
+                        phase="stage",
+                        path=self._path,
+                        hint="an object in it is pickled differently each time; give its pickle a"
+                        " constant length",
+                    )
+            except BaseException:  # of the user's pickling code, or an interrupt
+                lease.release()
+                raise
+            self._state_dict = None
+            return lease, sink.tell()  # may be less, for the same reason
 
     def submit(self, snapshot: tuple[Lease, int]) -> Future[RankReport]:
         self.progress.to(State.STAGED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # as the module that is tested
 import os
 import signal
 import subprocess
@@ -19,7 +20,12 @@ import torch
 
 import nostall
 from nostall import CheckpointManager, KeepLatest
-from nostall._model.interrupts import is_done, uninterrupted
+from nostall._model.interrupts import (
+    interruptible,
+    is_done,
+    is_uninterrupted,
+    uninterrupted,
+)
 from nostall.manager import SaveHandle
 from support.faults import Hold, inject
 from support.interrupts import calls_ours, interrupted, takes_a_lock
@@ -242,3 +248,69 @@ def test_a_wait_is_interrupted(patience: int, comes: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         wait()
     assert time.monotonic() - began_s < 30
+
+
+def test_a_signal_in_a_block_is_raised_in_the_users_function_around_it() -> None:
+    """When the inner block ends, not when the function does."""
+    ran: list[str] = []
+
+    def users() -> None:
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            ran.append("the block")
+        ran.append("the rest")
+
+    with pytest.raises(KeyboardInterrupt), uninterrupted(), interruptible():
+        users()
+    assert ran == ["the block"]
+    assert not is_uninterrupted()
+
+
+def test_a_signal_while_a_block_begins_leaves_the_handler_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The block may begin in a user's function that a framework runs without one."""
+    handler, real = signal.getsignal(signal.SIGINT), _signal.signal
+
+    def install(number: int, function: Any) -> Any:
+        found = real(number, function)
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(_signal, "signal", install)
+    with pytest.raises(KeyboardInterrupt), interruptible(), uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not is_uninterrupted()
+
+
+def test_signals_while_a_step_becomes_a_committed_one(tmp_path: Path) -> None:
+    """Its handle says that it is committed, whatever interrupts the call."""
+
+    class Noted(list[int]):
+        def append(self, step: int) -> None:
+            super().append(step)
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+
+    manager = CheckpointManager(tmp_path)
+    handle = manager.save(1, state(1))
+    manager._own = Noted()
+    with suppress(KeyboardInterrupt):
+        manager.wait()
+    manager.wait()
+    assert manager.all_steps() == [1]
+    assert handle.result() == manager.path(1)
+    manager.close()
+
+
+def test_blocks_are_known_where_sigint_is_ignored() -> None:
+    """As in a job that a shell has put into the background; SIGTERM must not raise there."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with uninterrupted():
+            assert is_uninterrupted()
+        assert not is_uninterrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)

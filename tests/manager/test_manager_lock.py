@@ -262,6 +262,27 @@ def test_a_file_system_without_locks_is_a_warning(
     assert CheckpointManager(tmp_path).all_steps() == [1, 2]
 
 
+def test_a_file_that_was_replaced_before_it_was_locked_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another job may take the root by the file that is there now."""
+    real, path = RootLock._open, tmp_path / LOCK_NAME
+
+    def open_and_replace(lock: RootLock) -> int:
+        fd = real(lock)
+        monkeypatch.undo()
+        path.unlink()
+        path.touch()
+        return fd
+
+    monkeypatch.setattr(RootLock, "_open", open_and_replace)
+    lock = RootLock(str(tmp_path))
+    lock.take()
+    assert os.path.samestat(os.fstat(lock._fd), path.stat())
+    assert locks_held(tmp_path) == [str(path)]
+    lock.release()
+
+
 def test_a_closed_manager_saves_no_more(tmp_path: Path) -> None:
     """Another job may have the root; looking at steps and restoring them need no lock."""
     with CheckpointManager(tmp_path, save_every=1) as manager:

@@ -355,6 +355,12 @@ def test_parts_of_an_expanded_tensor_share_memory() -> None:
     assert all(overlapping_of(rows, [("x", (row, 0)) for row in range(6)]))
 
 
+def test_parts_of_a_tensor_that_overlaps_itself_share_memory() -> None:
+    """By its strides, where each part alone does not."""
+    rows = torch.zeros(8).as_strided((2, 4), (2, 1)).split(1)
+    assert all(overlapping_of(rows, [("x", (0, 0)), ("x", (1, 0))]))
+
+
 def test_unknown_memory_counts_as_shared() -> None:
     """That of sparse tensors and subclasses; tensors without elements share nothing."""
     sparse = torch.eye(3).to_sparse()

@@ -288,18 +288,33 @@ class RootLock:
             return
         try:
             os.makedirs(self._root, exist_ok=True)
-            with self._changing, ExitStack() as opened:
-                self._fd = self._open()
-                opened.callback(os.close, self._fd)
-                if self._is_locked():
-                    self._held.append(self)
-                    opened.pop_all()
+            with self._changing:
+                while not self._is_settled():
+                    continue  # another process has replaced the file before it was locked
         except OSError as error:
             _log.warning(
                 "root=%s cannot be locked: %s. A second job that saves here is not noticed",
                 self._root,
                 error.strerror,
             )
+
+    def _is_settled(self) -> bool:
+        """Lock the file and keep it open; false if it is no longer the one in the root."""
+        with ExitStack() as opened:
+            self._fd = self._open()
+            opened.callback(os.close, self._fd)
+            if not self._is_locked():
+                return True
+            try:
+                is_present = os.path.samestat(
+                    os.fstat(self._fd), os.stat(f"{self._root}/{LOCK_NAME}")
+                )
+            except FileNotFoundError:
+                return False
+            if is_present:
+                self._held.append(self)
+                opened.pop_all()
+            return is_present
 
     def _open(self) -> int:
         """Open the file; one that may be somebody else's loses its name in the root."""

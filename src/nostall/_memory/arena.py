@@ -284,14 +284,17 @@ class Arena:
             return self._lease_new(nbytes, too_small, maker)
         finally:
             with self._lock:
-                if maker in self._makers:  # after an error or an interrupt: others wait for it
-                    self._makers.remove(maker)
-                    self._announce()
+                is_left = maker in self._makers  # after an error or an interrupt
+                self._makers.discard(maker)
+            if is_left:
+                self._announce()
             self._drop_all(too_small)  # after an interrupt
 
     def _announce(self) -> None:
-        """Wake the threads that wait for memory."""
-        changed, self._changed = self._changed, Future()
+        """Wake the threads that wait for memory. Not under the lock: a future has its own."""
+        following: Future[None] = Future()  # first, as the garbage collector may announce, too
+        with self._lock:
+            changed, self._changed = self._changed, following
         changed.set_result(None)
 
     @property
@@ -398,7 +401,7 @@ class Arena:
         """Free all unleased memory; leased blocks are freed when they are returned."""
         with self._lock:
             self._max_blocks = 0
-            self._announce()
+        self._announce()
         self.trim()
 
     def trim(self) -> None:
@@ -410,11 +413,12 @@ class Arena:
     def _give_back(self, block: Block) -> None:
         if os.getpid() != self._pid:
             return  # a forked child's copy of a lease; the lock may have been held during the fork
-        with uninterrupted(), self._lock:  # a finalizer may call this
-            self._leased.remove(block)
-            keep = len(self._leased) + len(self._free) < self._max_blocks
-            if keep:
-                self._free.append(block)
+        with uninterrupted():  # a finalizer may call this
+            with self._lock:
+                self._leased.remove(block)
+                keep = len(self._leased) + len(self._free) < self._max_blocks
+                if keep:
+                    self._free.append(block)
             self._announce()
         if not keep:
             self._drop(block)

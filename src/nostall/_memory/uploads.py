@@ -25,6 +25,7 @@ from typing_extensions import Self
 from nostall import _torch
 from nostall._memory.copying import memory_of
 from nostall._memory.devices import module_with_streams
+from nostall._model.jobs import PAGE_NBYTES
 
 _log = logging.getLogger("nostall")
 
@@ -67,7 +68,10 @@ class Uploads:
     """
 
     def __init__(self, threads: int, *, pinned_nbytes: int = _PINNED_NBYTES) -> None:
-        self.buffer_nbytes = min(_MOST_BUFFER_NBYTES, pinned_nbytes // (2 * threads))
+        share_nbytes = pinned_nbytes // (2 * threads)
+        if share_nbytes > PAGE_NBYTES:
+            share_nbytes -= share_nbytes % PAGE_NBYTES
+        self.buffer_nbytes = min(_MOST_BUFFER_NBYTES, share_nbytes)
         """Limit on a part in memory of a device."""
         self._devices: dict[torch.device, _Device] = {}
         self._buffers: dict[int, deque[_Buffer]] = {}

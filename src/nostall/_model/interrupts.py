@@ -42,6 +42,8 @@ class _Deferral:
         self.patience = 1
         """So often it has to come to interrupt a wait."""
         self.is_interruptible = False
+        self.depth = 0
+        """How many blocks the main thread is in."""
 
     def __call__(self, _number: int, frame: FrameType | None) -> None:
         self.asked += 1
@@ -74,22 +76,25 @@ class _Block:
         if threading.current_thread() is not threading.main_thread():
             return
         previous = _signal.getsignal(SIGINT)
-        if not callable(previous):
-            return
-        if previous is not _deferral:
+        outer = _deferral.patience, _deferral.is_interruptible
+        _deferral.is_interruptible = False  # before the handler is installed: it raises nothing
+        if callable(previous) and previous is not _deferral:
             _deferral.previous, _deferral.asked, _deferral.patience = previous, 0, 1
-            _signal.signal(SIGINT, _deferral)  # from here on nothing is raised
+            _signal.signal(SIGINT, _deferral)
             self._previous = previous
-        self._outer = _deferral.patience, _deferral.is_interruptible
         _deferral.patience = max(_deferral.patience, self._patience)
-        _deferral.is_interruptible = False
+        _deferral.depth += 1
+        self._outer = outer
 
     def __exit__(self, *_: object) -> None:
         if self._outer is None:
             return
+        _deferral.depth -= 1
         _deferral.patience, _deferral.is_interruptible = self._outer
         previous = self._previous
         if previous is None:
+            if _deferral.is_interruptible:
+                _deferral.raise_if_due()
             return
         if _signal.getsignal(SIGINT) is _deferral:
             _signal.signal(SIGINT, previous)
@@ -113,7 +118,7 @@ def uninterrupted(*, patience: int = 1) -> AbstractContextManager[None]:
 
 def is_uninterrupted() -> bool:
     """Whether the main thread is in an :func:`uninterrupted` block; for handlers of signals."""
-    return _signal.getsignal(SIGINT) is _deferral
+    return _deferral.depth > 0
 
 
 @contextmanager

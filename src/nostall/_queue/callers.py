@@ -212,9 +212,12 @@ class AsyncCaller(ABC):
     def abort_calls(self) -> None:
         """Abort all requests."""
         with uninterrupted():
-            # Later calls are kept; what is in the deque from now on, no other thread takes over.
-            calls, self._calls = self._calls, deque()
-            for call in calls:
+            calls, self._calls = self._calls, deque()  # later calls are kept
+            while True:
+                try:
+                    call = calls.popleft()
+                except IndexError:  # another thread may have taken the last one
+                    return
                 if call.life.state is State.WRITING:  # else the scheduling thread detects the abort
                     call.life.to(State.ABORTED)
                 native = call.native

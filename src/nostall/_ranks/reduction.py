@@ -16,8 +16,9 @@ import torch.distributed as dist
 from nostall._model.interrupts import interruptible, uninterrupted
 
 _TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
-_SHORTEST_S, _SLICE_S = 0.001, 0.1
+_SHORTEST_S = 0.001
 """torch takes a shorter wait for one without a limit."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 
 
 class PendingMaximum(Protocol):
@@ -81,18 +82,19 @@ class Reduction:
             return [int(value) for value in self._tensor.tolist()]
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait in slices: Python handles signals between two of them."""
-        ends_s = time.monotonic() + timeout_s
-        while True:
+        """Look again and again: Python handles signals between two looks.
+
+        Torch's own wait with a limit comes last. It handles no signals, and NCCL ends the group
+        when a limit is over, counted from the beginning of the reduction.
+        """
+        ends_s, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        while not self._work.is_completed() and time.monotonic() < ends_s:
             with uninterrupted(patience=2), interruptible():
-                left_s = ends_s - time.monotonic()
-            try:
-                self._work.wait(timedelta(seconds=max(_SHORTEST_S, min(left_s, _SLICE_S))))
-            except RuntimeError as error:
-                is_over = self._work.is_completed()
-                if is_over and not _TIMED_OUT.search(str(error)):
-                    raise  # not a timeout, ours or the group's: a rank has died
-                if is_over or time.monotonic() >= ends_s:
-                    raise TimeoutError(str(error)) from error
-            else:
-                return
+                time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        try:
+            self._work.wait(timedelta(seconds=max(_SHORTEST_S, ends_s - time.monotonic())))
+        except RuntimeError as error:
+            if self._work.is_completed() and not _TIMED_OUT.search(str(error)):
+                raise  # not a timeout, ours or the group's: a rank has died
+            raise TimeoutError(str(error)) from error

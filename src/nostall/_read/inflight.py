@@ -14,7 +14,7 @@ from typing import Protocol
 
 from typing_extensions import Self
 
-from nostall._model.interrupts import uninterrupted
+from nostall._model.interrupts import interruptible, uninterrupted
 from nostall._model.reads import ReadCounter
 from nostall._read.archives import OpenFile
 from nostall._read.plan import Wanted
@@ -213,8 +213,9 @@ class InFlight:
             self._finish_oldest()
         while True:
             try:
-                with uninterrupted(patience=2):  # a second Ctrl-C leaves storage that hangs
-                    file = OpenFile(files, name, items, counter)
+                with uninterrupted(patience=2):
+                    with interruptible():  # a second Ctrl-C leaves storage that hangs
+                        file = OpenFile(files, name, items, counter)
                     self._open.add(file)
             except OSError as error:
                 if error.errno not in _NO_MORE_OPEN or not self._submitted:

@@ -146,13 +146,23 @@ def _addresses(target: torch.Tensor) -> tuple[int, int] | None:
     return begin, begin + count * target.element_size()
 
 
+def _overlaps_itself(target: torch.Tensor) -> bool:
+    """Whether two elements may have the same memory, also in parts beside this one."""
+    reach = 1
+    for step, length in sorted(zip(target.stride(), target.shape, strict=True)):
+        if step < reach:
+            return True
+        reach += step * (length - 1)
+    return False
+
+
 def _are_apart(cluster: Sequence[tuple[ReadItem, torch.Tensor]]) -> bool:
     """Whether targets are disjoint parts of one tensor; false if that is not certain."""
     items = [item for item, _ in cluster]
     if len(items) > _MOST_PARTS or any(each.dest_index != items[0].dest_index for each in items):
         return False
-    if any(0 in target.stride() for _, target in cluster):
-        return False  # of an expanded tensor, all parts have the same memory
+    if any(_overlaps_itself(target) for _, target in cluster):
+        return False  # nor are parts of an expanded tensor apart, for example
     return all(
         any(
             begin + length <= other_begin or other_begin + other_length <= begin
