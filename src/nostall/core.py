@@ -229,7 +229,7 @@ class AsyncCallsQueue:
         no_dist: bool = False,
         keeps_late: bool = False,
     ) -> list[int]:
-        """As :meth:`maybe_finalize_async_calls`.
+        """Finalise requests; see :meth:`maybe_finalize_async_calls`.
 
         Args:
             until_s: Clock reading until which files are waited for. ``None`` to wait for none.

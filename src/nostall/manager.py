@@ -539,7 +539,7 @@ class CheckpointManager:
 
 
 def agreed(coordination: Coordination, decide: Callable[[], T]) -> T:
-    """What ``decide`` returns or raises on rank 0, on every rank. Collective."""
+    """Return or raise on every rank what ``decide`` does on rank 0. Collective."""
     outcome: tuple[Any, BaseException | None] | None = None
     if coordination.is_coordinator:
         try:

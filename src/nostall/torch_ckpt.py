@@ -52,7 +52,7 @@ _last_to: WeakValueDictionary[tuple[int, str], Future[RankReport]] = WeakValueDi
 """The last save by process and file: saves to one file are renamed in the order of their calls."""
 
 _NAME_LENGTH = 48
-"""Of a temporary file's name, which may have 255 bytes: up to four for each character."""
+"""Characters of a temporary file's name, which may have 255 bytes: up to four each."""
 
 
 class _FileSave(BackgroundSave):

@@ -59,7 +59,7 @@ _FILE_ENDINGS = (".pt", ".pth", ".bin", ".pkl", SAFETENSORS_SUFFIX)
 """Endings of a file that is written or read here, none of them a directory's."""
 _OTHER_FORMATS = (".gguf", ".onnx", ".h5", ".npz", ".npy", ".distcp")
 _INDEX = "model.safetensors.index.json"
-"""Of Hugging Face, for several files: ``weight_map`` has the file of each tensor."""
+"""Hugging Face's index of several files: ``weight_map`` has the file of each tensor."""
 _SHARDS = "DCP_SHARDING_INFO"
 """Stock's key for the offsets of parts of tensors, in the metadata of a safetensors file."""
 _NOT_THAT_JSON = (AttributeError, KeyError, TypeError, ValueError, RecursionError)

@@ -53,7 +53,7 @@ class Item:
     """A tensor or an object; its fields are those of ``inspect --json``, except ``key``."""
 
     key: Any
-    """Its name in the metadata, usually a text."""
+    """The name in the metadata, usually a text."""
     name: str
     dtype: str
     """Without ``torch.``; or ``object``."""
@@ -278,7 +278,7 @@ def _item(key: Any, metadata: Metadata, path: str) -> Item:
 
 
 def damage_of(path: str) -> DamagedCheckpointError | None:
-    """What is wrong with the files of a checkpoint: one is missing, or has another size."""
+    """The error for files of a checkpoint of which one is missing or has another size, if any."""
     why = why_damaged(path)
     hint = f"`nostall verify {path}` lists all damage"
     what = f"the checkpoint is damaged: {why}"

@@ -88,7 +88,7 @@ class Listed:
     link: str | None = None
     """Where a symbolic link leads that has this path; ``None`` for a directory."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What a CheckpointManager has saved, for ``ls``."""
+    """Metrics that a CheckpointManager has saved, for ``ls``."""
 
     @property
     def step(self) -> int | None:
@@ -97,7 +97,7 @@ class Listed:
 
     @property
     def order(self) -> Order:
-        """As ``latest`` orders checkpoints."""
+        """The place in the order of ``latest``."""
         return order_of_commit(self.path, self.at_s, is_link=self.link is not None)
 
     @property
@@ -159,7 +159,7 @@ def latest(given: Namespace) -> Answer:
 
 
 def verify(given: Namespace) -> Answer:
-    """What differs from what was written, in one checkpoint or in each below a root."""
+    """Differences from what was written, in one checkpoint or in each below a root."""
     path = given.path
     paths, is_root = [path], not may_have(storage_at(path), METADATA_NAME)
     if is_root:

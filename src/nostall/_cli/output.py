@@ -1,4 +1,4 @@
-"""What a command answers, and how it is printed: as text, or as JSON. No torch."""
+"""Answers of commands, printed as text or as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Status(IntEnum):
     NOT_UNDERSTOOD = 4
     """The metadata has parts that this nostall and this torch do not know."""
     INTERRUPTED = 130
-    """As a shell reports SIGINT."""
+    """The status by which a shell reports SIGINT."""
     PIPE_CLOSED = 141
-    """As a shell reports SIGPIPE."""
+    """The status by which a shell reports SIGPIPE."""
 
 
 class NotThere(Exception):
@@ -39,12 +39,12 @@ class Answer:
     """The result of a command."""
 
     plain: Any
-    """What ``--json`` prints."""
+    """Printed by ``--json``."""
     lines: Iterable[str]
-    """What is printed otherwise."""
+    """Printed otherwise."""
     status: Status = Status.FINE
     error: Exception | None = None
-    """What is wrong nevertheless; ends the command with its own status."""
+    """Something that is wrong nevertheless; ends the command with its own status."""
 
 
 def printable(text: str, *, keeps_bytes: bool = False) -> str:

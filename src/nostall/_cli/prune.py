@@ -40,7 +40,7 @@ _USAGE = (
 
 
 def prune(given: Namespace) -> Answer:
-    """What is kept and why, and what is removed, or would be without ``--delete``."""
+    """Show what is kept and why, and what is removed, or would be without ``--delete``."""
     root, deletes = given.root, given.delete
     listed = list_checkpoints(root, links=True)
     linked = {os.path.realpath(each.path) for each in listed if each.link is not None}

@@ -68,7 +68,7 @@ def _candidates_in(directory: str) -> list[tuple[Order, str]]:
 
 
 def found_instead(path: str) -> str:
-    """What a directory holds that is not a checkpoint, to end a message with; empty for nothing.
+    """The end of a message about a directory that is not a checkpoint: what it holds, or nothing.
 
     Names the checkpoints in it, or else those one level deeper, the last committed one first.
     """

@@ -321,7 +321,7 @@ class Restored:
 
     @property
     def extra(self) -> Any:
-        """What this rank passed as ``extra``; rank 0's if fewer ranks have saved the step.
+        """This rank's ``extra``; rank 0's if fewer ranks have saved the step.
 
         Raises:
             OptionError: It needs a class that this program cannot import.

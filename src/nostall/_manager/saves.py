@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SaveHandle:
-    """One save: committed, failed, or under way.
+    """One save: committed, failed, or in progress.
 
     A save is committed by the manager's methods, on the thread that calls them; so is the state of
     its handle.
@@ -33,7 +33,7 @@ class SaveHandle:
 
     def __repr__(self) -> str:
         outcome = "failed" if isinstance(self._outcome, BaseException) else self._outcome
-        return f"<SaveHandle step={self.step} {outcome or 'under way'}>"
+        return f"<SaveHandle step={self.step} {outcome or 'in progress'}>"
 
     @property
     def done(self) -> bool:

@@ -49,18 +49,6 @@ def current_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
     ]
 
 
-def current_accelerators() -> list[torch.device]:
-    """The current accelerator of the calling thread, if any; new threads start at device 0."""
-    accelerator = torch.accelerator.current_accelerator()
-    # A build for an accelerator may run on a host without one.
-    if accelerator is None or not torch.accelerator.is_available():
-        return []
-    module = torch.get_device_module(accelerator)
-    if not getattr(module, "is_initialized", lambda: True)():
-        return []  # and the query would initialise it
-    return [torch.device(accelerator.type, module.current_device())]
-
-
 @contextmanager
 def on_devices(devices: Sequence[torch.device]) -> Iterator[None]:
     """Make these accelerators current for the calling thread."""

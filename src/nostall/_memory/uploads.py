@@ -60,7 +60,7 @@ class Uploads:
     """The uploads of one load.
 
     As a context manager it returns when all copies are complete, also after an error; only then is
-    pinned memory released. Leave it when no thread fills parts any more.
+    pinned memory released. Leave it when no thread fills parts.
 
     Args:
         threads: Number of threads that fill memory.
@@ -132,7 +132,7 @@ class Uploads:
             device.current.wait_stream(device.side)
 
     def _next_buffer(self) -> _Buffer:
-        """The buffer of this thread that no copy needs any more."""
+        """The buffer of this thread that no copy needs."""
         mine = self._buffers.setdefault(threading.get_ident(), deque())
         if len(mine) < 2:
             mine.append(_Buffer(self._pinned()))

@@ -37,7 +37,7 @@ def fail_late(call: Call, limit_s: float) -> None:
 
 
 class Asking:
-    """What a queue has asked the other ranks about its first request, until the next poll."""
+    """A queue's question to the other ranks about its first request, until the next poll."""
 
     def __init__(self) -> None:
         self._asked: tuple[Call, Question] | None = None

@@ -51,7 +51,7 @@ class Task:
 
 
 class Workers:
-    """Threads for reads; when the context ends, none of them reads or writes any more.
+    """Threads for reads; when the context ends, none of them reads or writes.
 
     Ctrl-C interrupts :meth:`wait`, and never leaves a lock that a thread or the interpreter's exit
     waits for: outside of uninterrupted sections nothing but a ``SimpleQueue`` is waited for,

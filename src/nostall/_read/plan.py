@@ -53,7 +53,7 @@ class Span(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """The number of bytes."""
         return self.end - self.begin
 
 
