@@ -453,12 +453,12 @@ def test_an_error_in_the_block_is_the_one_that_is_raised(tmp_path: Path) -> None
 
 
 @contextmanager
-def released_in(function: Callable[..., Any], hold: Hold) -> Iterator[None]:
-    """Release what is held when this thread has called a function."""
+def released_in(hold: Hold, *functions: Callable[..., Any]) -> Iterator[None]:
+    """Release what is held when this thread is in all of these functions."""
     here = threading.current_thread()
 
     def release() -> None:
-        wait_until(lambda: stands_in(here, function))
+        wait_until(lambda: all(stands_in(here, each) for each in functions))
         hold.release()
 
     thread = threading.Thread(target=release)
@@ -476,7 +476,7 @@ def test_an_error_in_the_block_does_not_cost_a_checkpoint(when: str, tmp_path: P
             schedule(queue, tmp_path, small_state(1))
         if when == "written":
             wait([call.outcome for call in queue._calls])
-        release = released_in(AsyncCallsQueue.__exit__, hold)
+        release = released_in(hold, AsyncCallsQueue.__exit__)
         with (
             release if when == "being written" else nullcontext(),
             pytest.raises(KeyError, match="mine"),
@@ -516,7 +516,7 @@ def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
         wait([queue._calls[0].outcome])
         began = time.monotonic()
         with (
-            released_in(Engine.cancel, hold),
+            released_in(hold, Engine.cancel, is_done),  # it waits: the writer process was told
             pytest.raises(error, match="mine") as raised,
             queue,
         ):
