@@ -45,6 +45,9 @@ Marks = Mapping[torch.device, Any]
 _SECOND_LOOK_S = 0.1
 """An operation on one tensor ends within this time; waits for the snapshot include it."""
 
+_HEAD_START_S = 0.0005
+"""The caller's: this thread would keep the interpreter lock for 5 ms, and the call not return."""
+
 
 def changed_too_early(names: Sequence[str]) -> StagingError:
     """The error of a save whose tensors were changed before any wait for its snapshot."""
@@ -126,6 +129,7 @@ def stage_behind(
         return made
 
     def run() -> None:
+        time.sleep(_HEAD_START_S)
         try:
             made = take()
         except BaseException as error:  # reported to the waiting threads
