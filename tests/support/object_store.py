@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import botocore.session
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -44,7 +44,8 @@ class S3Server:
 
     def client(self) -> Any:
         """A client of its own, for what nostall's does not do."""
-        return botocore.session.Session().create_client("s3")
+        session = importlib.import_module("botocore.session")  # frameworks' sessions do without
+        return session.Session().create_client("s3")
 
     def new_bucket(self) -> str:
         """Make a bucket; returns its name."""
