@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import re
+import signal
 import socket
 import stat
 import sys
@@ -465,6 +466,31 @@ def released_in(hold: Hold, *functions: Callable[..., Any]) -> Iterator[None]:
     thread.start()
     yield
     thread.join()
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
+def test_ctrl_c_while_requests_are_aborted_leaves_none_of_them(tmp_path: Path) -> None:
+    """It interrupts the wait for one; the others are aborted all the same."""
+    queue, here = AsyncCallsQueue(), threading.current_thread()
+
+    def strike() -> None:
+        wait_until(lambda: stands_in(here, Engine.cancel) and stands_in(here, is_done))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with Hold("chunk") as hold:
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "one", small_state(1))
+        schedule(queue, tmp_path / "other", small_state(2))
+        hold.wait_reached()
+        thread = threading.Thread(target=strike)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            queue.close(abort=True)
+        thread.join()
+        hold.release()
+    assert queue.pending == 0
+    wait_until(lambda: nostall.status() == ())
+    assert not (tmp_path / "other" / ".metadata").exists()
 
 
 @pytest.mark.parametrize("when", ["written", "being written"])

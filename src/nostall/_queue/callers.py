@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from nostall._engine import default_engine
@@ -210,24 +210,29 @@ class AsyncCaller(ABC):
         self._calls.clear()
 
     def abort_calls(self) -> None:
-        """Abort all requests."""
-        with uninterrupted():
+        """Abort all requests; Ctrl-C in the wait for one of them is raised when all are aborted."""
+        with uninterrupted(), ExitStack() as every:
             calls, self._calls = self._calls, deque()  # later calls are kept
-            while True:
-                try:
-                    call = calls.popleft()
-                except IndexError:  # another thread may have taken the last one
-                    return
-                if call.life.state is State.WRITING:  # else the scheduling thread detects the abort
-                    call.life.to(State.ABORTED)
-                native = call.native
-                if native is not None and not is_done(call.outcome):
-                    native.abort()
-                aborted = "the request was aborted"
-                call.settle(Failure(kind="SaveAbortedError", message=aborted, phase="write"))
-                call.discard()
-                if native is None:
-                    self._call_is_done(call)
+            for _ in range(len(calls)):
+                every.callback(self._abort_next, calls)
+
+    def _abort_next(self, calls: deque[Call]) -> None:
+        try:
+            call = calls.popleft()
+        except IndexError:  # another thread has taken the last one
+            return
+        if call.life.state is State.WRITING:  # else the scheduling thread detects the abort
+            call.life.to(State.ABORTED)
+        native = call.native
+        try:
+            if native is not None and not is_done(call.outcome):
+                native.abort()
+        finally:
+            aborted = "the request was aborted"
+            call.settle(Failure(kind="SaveAbortedError", message=aborted, phase="write"))
+            call.discard()
+            if native is None:
+                self._call_is_done(call)
 
 
 _LEGACY_CPU_PRIORITY = 10
