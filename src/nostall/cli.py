@@ -131,7 +131,7 @@ _COMMANDS = {
     ),
     "prune": Command(
         "prune",
-        "root --keep --delete",
+        "root --keep --deep --delete",
         "remove complete checkpoints that no policy keeps, except the last; a dry run by default",
     ),
     "convert": Command(

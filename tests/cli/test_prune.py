@@ -57,6 +57,20 @@ def test_a_dry_run_removes_nothing(tmp_path: Path, run: Run) -> None:
     assert not (tmp_path / "step-1500").exists()
 
 
+def test_a_damaged_newest_checkpoint_is_not_what_stays(tmp_path: Path, run: Run) -> None:
+    """With ``--deep`` the last one that is as it was written is kept."""
+    save(tmp_path, 1, 2, 3)
+    file = next((tmp_path / "step-3").glob("*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+    kept = json.loads(run("prune", tmp_path, "--json", "--keep", "latest=1")[1])["kept"]
+    assert list(kept) == [str(tmp_path / "step-3")]
+    kept = json.loads(run("prune", tmp_path, "--json", "--deep", "--keep", "latest=1")[1])["kept"]
+    assert kept == {
+        str(tmp_path / "step-2"): "latest=1",
+        str(tmp_path / "step-3"): "damaged",
+    }
+
+
 def test_the_best_steps_stay(tmp_path: Path, run: Run) -> None:
     """By a metric of the manager that saved them; a metric that none has is an error."""
     with nostall.CheckpointManager(tmp_path) as manager:

@@ -7,6 +7,7 @@ import re
 from argparse import ArgumentTypeError, Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
 from nostall._cli.listing import (
     Listed,
@@ -28,6 +29,7 @@ from nostall._manager.policies import (
 )
 from nostall._model.wording import counted
 from nostall.errors import NostallError, OptionError
+from nostall.integrity import why_damaged
 from nostall.tier._local import RECORD
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -48,6 +50,8 @@ def prune(given: Namespace) -> Answer:
     if not checkpoints:
         require_no_checkpoint(root)
         raise NotThere(f"{root}: no checkpoint directories in it{found_instead(root)}")
+    if given.deep:
+        checkpoints = [_verified(each) for each in checkpoints]
     policies = {text: policy for group in given.keep for text, policy in group.items()}
     kept = why_kept(checkpoints, policies, linked)
     removable = [each for each in checkpoints if each.path not in kept]
@@ -78,6 +82,13 @@ def prune(given: Namespace) -> Answer:
         [*table(">step >size action why name", rows), summary],
         Status.FAILED if failed else Status.FINE,
     )
+
+
+def _verified(listed: Listed) -> Listed:
+    """The checkpoint; damaged if a byte of it is."""
+    if listed.state is State.COMPLETE and why_damaged(listed.path, deep=True) is not None:
+        return replace(listed, state=State.DAMAGED)
+    return listed
 
 
 def parse_policies(text: str) -> dict[str, Policy]:
