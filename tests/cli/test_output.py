@@ -42,7 +42,7 @@ def test_a_table_has_columns() -> None:
 def test_progress_is_shown_on_a_terminal_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a line that is wiped in the end."""
+    """It is a line that is wiped in the end."""
     for is_terminal in (False, True):
         monkeypatch.setattr(sys.stderr, "isatty", lambda shown=is_terminal: shown)
         with progress("reading") as report:

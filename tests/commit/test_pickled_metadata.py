@@ -57,7 +57,7 @@ def parts_of(found: Metadata) -> list[Any]:
 
 
 def in_any_order(parts: list[Any]) -> list[Any]:
-    """The same; places come rank by rank."""
+    """Metadata whose places come rank by rank."""
     entries, (kind, places), *rest = parts
     return [entries, (kind, sorted(places, key=repr)), *rest]
 
@@ -68,7 +68,7 @@ def content_of(found: Metadata) -> bytes:
 
 
 def in_a_save(found: Metadata) -> Metadata:
-    """The same, with the results of ranks as the coordinator has them."""
+    """Metadata with the results of ranks as the coordinator has them."""
     ranks: dict[str, list[WriteResult]] = {}
     assert found.storage_data is not None
     for index, info in found.storage_data.items():
@@ -123,7 +123,7 @@ def test_it_leaves_no_objects_behind() -> None:
 
 
 def test_changed_places_are_pickled() -> None:
-    """Those of somebody who has looked at them, and changed one."""
+    """Places that somebody has looked at, and of which one was changed."""
     finished = in_a_save(small())
     places = finished.storage_data
     assert places is not None

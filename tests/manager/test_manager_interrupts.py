@@ -286,7 +286,7 @@ def test_a_signal_while_a_block_begins_leaves_the_handler_as_it_was(
 
 
 def test_signals_while_a_step_becomes_a_committed_one(tmp_path: Path) -> None:
-    """Its handle says that it is committed, whatever interrupts the call."""
+    """The handle says that it is committed, whatever interrupts the call."""
 
     class Noted(list[int]):
         def append(self, step: int) -> None:
@@ -306,7 +306,7 @@ def test_signals_while_a_step_becomes_a_committed_one(tmp_path: Path) -> None:
 
 
 def test_blocks_are_known_where_sigint_is_ignored() -> None:
-    """As in a job that a shell has put into the background; SIGTERM must not raise there."""
+    """A job that a shell has put into the background ignores it; SIGTERM must not raise there."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with uninterrupted():

@@ -115,7 +115,7 @@ def test_every_test_that_the_pages_name_exists() -> None:
 
 
 def test_a_wrong_name_of_a_test_is_found() -> None:
-    """Of a test in a file that exists, and of a file that does not."""
+    """The test is in a file that exists, or in one that does not."""
     here = "tests/public/test_documents.py"
     names = f"`{here}`, `{here}::test_a_wrong_name_of_a_test_is_found`"
     wrong = [f"{here}::test_that_does_not_exist", "tests/public/test_no_file.py::test_any"]

@@ -165,7 +165,7 @@ def test_a_coordinator_that_is_killed_leaves_what_was_committed(tmp_path: Path, 
 def test_kills_between_durable_and_published_leave_the_old_checkpoint_or_the_new_one(
     tmp_path: Path, place: str, point: str, victims: list[str]
 ) -> None:
-    """Of the coordinator's processes. The next job saves there as usual."""
+    """The coordinator's processes are killed. The next job saves there as usual."""
     old, new = float(WARM), float(WARM + 1)
     run_ranks(2, "early:killed_between", tmp_path, place, point, *victims, check=False)
     target = {f"rank{rank}": torch.zeros(1000) for rank in range(2)}
