@@ -14,19 +14,22 @@ modules where they import ``async_ckpt``.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import re
 import runpy
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from nostall import core
+from nostall import core, state_dict_saver
 from nostall._queue.python_worker import prepare_new_workers
 from nostall.errors import OptionError
 
@@ -81,6 +84,7 @@ def install(force: bool = False) -> None:  # noqa: FBT001, FBT002  # an establis
             hint="call install(force=True) to use nostall in place of its async_ckpt",
         )
     _put_aliases()
+    vouch_for_megatrons_planner()
     # A function that others send to nostall's Python worker may come from a module that imports
     # these names.
     prepare_new_workers("from nostall import nvrx_alias; nvrx_alias.install(force=True)")
@@ -98,6 +102,35 @@ def _put_aliases() -> None:
     if _spec_of(_UTILS) is None:
         utils = _put(_UTILS, ModuleType(_UTILS))
         vars(utils).update(diff=diff, preload_tensors=preload_tensors)
+
+
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies"
+_LAYOUT = attrgetter("key", "dtype", "local_shape", "global_shape", "global_offset")
+"""What the item of a sharded tensor follows from, as Megatron's classes make it."""
+
+
+def vouch_for_megatrons_planner() -> None:
+    """Let Megatron's planner plan once per structure; imports nothing of Megatron.
+
+    It makes an item per shard, and takes the bytes of objects as they are.
+    """
+
+    def open_tensor(leaf: Any) -> tuple[Any, Sequence[torch.Tensor]]:
+        sharded = leaf._sh_ten
+        return _LAYOUT(sharded), (sharded.data,)
+
+    def open_container(leaf: Any) -> tuple[Any, Sequence[torch.Tensor]]:
+        sharded = [each._sh_ten for each in leaf._local_shards]
+        return list(map(_LAYOUT, sharded)), [each.data for each in sharded]
+
+    state_dict_saver.vouch_for(
+        f"{_STRATEGIES}.torch.MCoreSavePlanner",
+        serialize=io.BytesIO.getvalue,
+        openers={
+            f"{_STRATEGIES}.checkpointable.CheckpointableShardedTensor": open_tensor,
+            f"{_STRATEGIES}.checkpointable.LocalShardsContainer": open_container,
+        },
+    )
 
 
 def _spec_of(name: str) -> ModuleSpec | None:

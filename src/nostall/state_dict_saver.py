@@ -28,6 +28,7 @@ from nostall._commit.local_plans import matches_loaded
 from nostall._commit.result_columns import in_columns
 from nostall._engine import default_engine
 from nostall._model.values import RankFiles
+from nostall._plan.planner import vouch_for
 from nostall._queue.requests import commits
 from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import exception_for, sendable
@@ -49,6 +50,7 @@ __all__ = [
     "save_state_dict_async_finalize",
     "save_state_dict_async_plan",
     "verify_global_md_reuse",
+    "vouch_for",
 ]
 
 _log = logging.getLogger("nostall")

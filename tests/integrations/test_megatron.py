@@ -68,6 +68,16 @@ def test_megatron_reuses_plans_of_a_constant_structure(caller: str, found: list[
 
 
 @needs_megatron
+def test_a_known_structure_is_neither_planned_nor_committed_on_the_training_thread(
+    found: list[Facts],
+) -> None:
+    """Megatron's planner makes no plan; its closure finds the save committed, without a poll."""
+    for facts in found:
+        assert facts["steady"]["wrong"] == []
+        assert set(facts["steady"]["collectives"]) <= {"all_reduce", "barrier"}
+
+
+@needs_megatron
 def test_a_killed_worker_fails_megatrons_save_on_every_rank(found: list[Facts]) -> None:
     """Neither ``.metadata`` nor ``metadata.json`` is written; the next save works."""
     for facts in found:

@@ -16,13 +16,20 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from nostall import _torch
 from nostall._commit.publication import Publication, publication_of
 from nostall._model.names import FileFormat
 from nostall._plan.items import plan_rank
-from nostall._plan.planner import serialize
+from nostall._plan.planner import serialized
 from nostall._plan.structure import KnownStructure, learn
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
@@ -44,7 +51,7 @@ def known(state: State) -> KnownStructure | None:
 
 
 def found(structure: KnownStructure, state: State) -> list[torch.Tensor | bytes] | None:
-    return structure.find(state, serialize)
+    return structure.find(state, serialized)
 
 
 def same(one: list[torch.Tensor | bytes], other: list[torch.Tensor | bytes]) -> bool:
@@ -317,3 +324,93 @@ def test_a_tensor_that_says_its_place_is_planned_every_time(tmp_path: Path) -> N
             queue.maybe_finalize_async_calls(blocking=True)
             dcp.save(state(row), checkpoint_id=stock)
             assert blobs(ours) == blobs(stock)
+
+
+class Shard(torch.Tensor):
+    """A framework's sharded tensor: it answers planners itself, and has its values elsewhere."""
+
+    @staticmethod
+    def __new__(cls, part: torch.Tensor, offsets: tuple[int, ...], size: tuple[int, ...]) -> Shard:
+        return torch.Tensor._make_wrapper_subclass(cls, size)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, part: torch.Tensor, offsets: tuple[int, ...], size: tuple[int, ...]) -> None:
+        self.parts = {offsets: part}
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+    def and_(self, part: torch.Tensor, offsets: tuple[int, ...]) -> Shard:
+        self.parts[offsets] = part
+        return self
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(offsets)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offsets), part.shape),
+                    TensorProperties.create_from_tensor(part),
+                    self.shape,
+                ),
+            )
+            for offsets, part in self.parts.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(o), p.shape) for o, p in self.parts.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.parts[tuple(index.offset)]
+
+
+def opened(leaf: Shard) -> tuple[Any, list[torch.Tensor]]:
+    return (tuple(leaf.shape), [*leaf.parts]), [*leaf.parts.values()]
+
+
+def sharded_example() -> State:
+    return {
+        "a": Shard(torch.rand(2, 3), (0, 0), (4, 3)),
+        "two": Shard(torch.rand(1, 3), (0, 0), (4, 3)).and_(torch.rand(1, 3), (2, 0)),
+        "plain": torch.rand(3),
+        "text": "a",
+    }
+
+
+SHARDED_CHANGES: dict[str, Callable[[State], State]] = {
+    "another place": lambda s: {**s, "a": Shard(torch.rand(2, 3), (2, 0), (4, 3))},
+    "a larger whole": lambda s: {**s, "a": Shard(torch.rand(2, 3), (0, 0), (6, 3))},
+    "a larger part": lambda s: {**s, "a": Shard(torch.rand(3, 3), (0, 0), (4, 3))},
+    "another dtype": lambda s: {**s, "a": Shard(torch.rand(2, 3).half(), (0, 0), (4, 3))},
+    "one part less": lambda s: {**s, "two": Shard(torch.rand(1, 3), (0, 0), (4, 3))},
+    "another order of parts": lambda s: {
+        **s,
+        "two": Shard(torch.rand(1, 3), (2, 0), (4, 3)).and_(torch.rand(1, 3), (0, 0)),
+    },
+    "a plain tensor": lambda s: {**s, "a": torch.rand(4, 3)},
+}
+
+
+def test_sharded_tensors_are_found_where_somebody_vouches_for_their_class() -> None:
+    """All parts of each, with the values of now; without an opener they are planned."""
+    state = sharded_example()
+    planner, save = planned(state)
+    assert learn(state, planner.state_dict, save) is None
+    structure = learn(state, planner.state_dict, save, {Shard: opened})
+    assert structure is not None
+    other = sharded_example()
+    sources = found(structure, other)
+    assert sources is not None
+    assert same(sources, list(planned(other)[1].sources))
+
+
+@pytest.mark.parametrize("change", SHARDED_CHANGES.values(), ids=SHARDED_CHANGES.keys())
+def test_changes_of_sharded_tensors_are_seen(change: Callable[[State], State]) -> None:
+    """In their places, sizes, number and class, and in the forms of their parts."""
+    state = sharded_example()
+    planner, save = planned(state)
+    structure = learn(state, planner.state_dict, save, {Shard: opened})
+    assert structure is not None
+    assert found(structure, change(sharded_example())) is None

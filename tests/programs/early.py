@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import psutil
@@ -44,6 +44,7 @@ from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
+    vouch_for,
 )
 from programs.planning import collectives
 from support.faults import Fault, Hold, inject
@@ -64,6 +65,7 @@ class Job:
         out: Where they are.
         group: The ranks that save together.
         planner: Makes the planner of each save.
+        committing: Makes the finalize function that commits it, from the planned save.
     """
 
     def __init__(
@@ -71,9 +73,13 @@ class Job:
         out: Path,
         group: dist.ProcessGroup | None = None,
         planner: Callable[[], DefaultSavePlanner] = DefaultSavePlanner,
+        committing: Callable[[Any], Callable[[], None]] = lambda planned: partial(
+            save_state_dict_async_finalize, *planned
+        ),
     ) -> None:
         self.out = out
         self.planner = planner
+        self.committing = committing
         self.group = group
         self.queue = AsyncCallsQueue()
         self.cache = CheckpointMetadataCache()
@@ -114,7 +120,7 @@ class Job:
             return None
         save_fn, preload_fn, args = writer.get_save_function_and_args()
         finalize: list[Callable[[], None]] = [*before]
-        finalize += [partial(save_state_dict_async_finalize, *planned), *after]
+        finalize += [self.committing(planned), *after]
         request = AsyncRequest(save_fn, args, finalize, {}, preload_fn)
         (queue or self.queue).schedule_async_request(request)
         assert save_fn is None or isinstance(save_fn, SplitSave)
@@ -200,14 +206,48 @@ class OwnPlanner(DefaultSavePlanner):
 
 def own_planner(out: Path) -> dict[str, Any]:
     """With a planner of one's own that does not flatten the state, as Megatron's."""
-    return steady(out, partial(OwnPlanner, flatten_state_dict=False))
+    return steady(out, planner=partial(OwnPlanner, flatten_state_dict=False))
 
 
-def steady(
-    out: Path, planner: Callable[[], DefaultSavePlanner] = DefaultSavePlanner
-) -> dict[str, Any]:
+class VouchedPlanner(DefaultSavePlanner):
+    """A class that somebody vouches for, and what it was asked."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+
+    def set_up_planner(self, *arguments: Any, **named: Any) -> None:
+        self.asked["set up"] += 1
+        super().set_up_planner(*arguments, **named)
+
+
+def vouched_planner(out: Path) -> dict[str, Any]:
+    """With such a planner: it is asked nothing from the fourth save of a structure on."""
+    vouch_for(VouchedPlanner)
+    found = steady(out, planner=partial(VouchedPlanner, flatten_state_dict=False))
+    assert VouchedPlanner.asked["set up"] == WARM, VouchedPlanner.asked
+    job = Job(out / "again", planner=partial(VouchedPlanner, flatten_state_dict=False))
+    job.planner = VouchedPlanner  # another configuration: planned, alone and then together
+    job.save()
+    job.queue.wait()
+    assert VouchedPlanner.asked["set up"] == 2 * WARM + 1, VouchedPlanner.asked
+    assert job.is_whole(WARM)
+    return found
+
+
+def closure(out: Path) -> dict[str, Any]:
+    """With a finalize function as Megatron's: all it has is the commit and the planned save."""
+
+    def committing(planned: Any, commit: Any = save_state_dict_async_finalize) -> Any:
+        def finalize() -> None:
+            commit(*planned)
+
+        return finalize
+
+    return steady(out, committing=committing)
+
+
+def steady(out: Path, **how: Any) -> dict[str, Any]:
     """Committed though nobody polls; then what is left for the training thread."""
-    job = Job(out, planner=planner)
+    job = Job(out, **how)
     with store_operations() as stored, collectives() as seen:
         save = job.save()
         assert save is not None
@@ -299,7 +339,7 @@ def given_up_too_late(out: Path) -> dict[str, Any]:
     return {"whole": job.is_whole(number), "files": len(job.files(number))}
 
 
-def with_a_function_before(out: Path) -> dict[str, Any]:
+def with_a_function_before(out: Path, how: str) -> dict[str, Any]:
     """Something of the user's is part of the checkpoint."""
     job = Job(out)
     said: list[bool] = []
@@ -308,7 +348,15 @@ def with_a_function_before(out: Path) -> dict[str, Any]:
     def before() -> None:
         said.append(nostall.is_complete(path))
 
-    job.save(before)
+    def both(planned: Any) -> Callable[[], None]:
+        return lambda: (before(), save_state_dict_async_finalize(*planned))[1]
+
+    if how == "apart":
+        job.save(before)
+    else:
+        job.committing = both
+        job.save()
+    wait_until(lambda: not job.queue._calls or is_done(job.queue._calls[0].outcome))
     job.poll()
     return {"complete before": said, "whole": job.is_whole(WARM)}
 

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nostall import nvrx_alias
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations import megatron as adapter
+from nostall.integrity import is_complete
+from programs.planning import collectives
 from support.faults import Fault, inject
 from support.pages import code_blocks
+from support.waiting import wait_until
 
 Facts = dict[str, Any]
 _INSTALL: dict[str, Callable[[], None]] = {
@@ -123,6 +127,26 @@ def constant_structure(found: Megatron, out: Path, *, persistent: bool) -> Facts
     }
 
 
+def steady(found: Megatron, out: Path) -> Facts:
+    """A save of a known structure: what is left of it for the training thread."""
+    queue, strategy = found.queue(persistent=True), found.strategy()
+    for seed in range(1, 4):
+        queue.schedule_async_request(found.save(out / str(seed), seed, strategy))
+        queue.maybe_finalize_async_calls(blocking=True)
+    planner = found.strategies.MCoreSavePlanner
+    with patch.object(planner, "create_local_plan", side_effect=AssertionError("planned")):
+        request = found.save(out / "4", 4, strategy)
+        queue.schedule_async_request(request)
+        early = request.async_fn.early
+        wait_until(lambda: is_complete(out / "4"))  # nobody polls
+        wait_until(lambda: dist.get_rank() != 0 or early.committed > 0)
+    dist.barrier()
+    with collectives() as seen:
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    return {"collectives": sorted(seen), "wrong": found.wrong(out / "4", 4)}
+
+
 def _was_reused(strategy: Any) -> list[bool]:
     cache = getattr(strategy, "_metadata_cache", None)  # from 0.17 on
     if cache is not None:
@@ -169,5 +193,6 @@ def two_ranks(out: Path, how: str) -> Facts:
         "writer": found.writer is FileSystemWriterAsync,
         "persistent": constant_structure(found, out / "persistent", persistent=True),
         "temporal": constant_structure(found, out / "temporal", persistent=False),
+        "steady": steady(found, out / "steady"),
         "killed": worker_killed(found, out / "killed"),
     }

@@ -35,6 +35,8 @@ OF_OTHERS = {
     "_fields",
     "_replace",
     "_exit_function",
+    "_local_shards",
+    "_sh_ten",
     "_shutdown",
 }
 """Private names of the standard library's."""

@@ -20,7 +20,12 @@ from support.waiting import wait_until
 
 
 @pytest.mark.parametrize(
-    ("ranks", "program"), [(2, "early:steady"), (4, "early:steady"), (2, "early:own_planner")]
+    ("ranks", "program"),
+    [
+        (2, "early:steady"),
+        (4, "early:steady"),
+        *((2, f"early:{how}") for how in ("own_planner", "vouched_planner", "closure")),
+    ],
 )
 def test_a_save_is_committed_though_nobody_polls(tmp_path: Path, ranks: int, program: str) -> None:
     """One poll asks, the next one has the answer; training communicates in no other way."""
@@ -72,9 +77,10 @@ def test_saves_of_other_structures_are_committed_together(tmp_path: Path) -> Non
         assert set(found["changed"]["store"]) <= {"set", "check"}
 
 
-def test_finalize_functions_before_the_commit_run_before_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["apart", "in one"])
+def test_finalize_functions_before_the_commit_run_before_it(tmp_path: Path, how: str) -> None:
     """They may write what belongs to the checkpoint."""
-    for found in run_ranks(2, "early:with_a_function_before", tmp_path):
+    for found in run_ranks(2, "early:with_a_function_before", tmp_path, how):
         assert found == {"complete before": [False], "whole": True}
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeGuard
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from nostall import _torch
+from nostall._plan.structure import OPENERS, Opener, Openers, qualified_name
 from nostall.errors import NostallError, SaveError
 
 
@@ -31,6 +33,52 @@ def planner_failures() -> Iterator[None]:
         yield
     except _torch.CheckpointException as error:
         raise SaveError(f"the planner raised {error!r}", phase="plan") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Vouched:
+    """A planner whose plan follows from its switches and the structure of the state."""
+
+    serialize: Callable[[Any], bytes]
+    """What it writes for a leaf without tensors."""
+    openers: Openers
+
+
+_vouched: dict[type | str, Vouched] = {}
+
+
+def vouch_for(
+    planner: type[DefaultSavePlanner] | str,
+    *,
+    serialize: Callable[[Any], bytes] | None = None,
+    openers: Mapping[type | str, Opener] | None = None,
+) -> None:
+    """Let saves by a planner of one's own plan once per structure, as those by DCP's planner.
+
+    Call it once per process, before the first save. It is a promise about exactly this class: its
+    plan depends on nothing but the attributes of the planner that are ``bool``, ``int`` or ``str``,
+    and on names, types, shapes, strides, dtypes and devices in the state dict; and an item's value
+    is a tensor of the state dict, or what ``serialize`` returns. The second save of a structure in
+    a row is compared with the first; later ones call no method of the planner.
+
+    Args:
+        planner: The class, or where its module is not to be imported yet its name, as in
+            ``package.module.Class``. Subclasses plan every save unless they are vouched for, too.
+        serialize: Returns the bytes of a leaf without tensors; ``torch.save``'s by default.
+        openers: By class, or its name, of leaves that have tensors, such as a framework's sharded
+            tensors: a function which returns what the leaf's items follow from, apart from the
+            tensors, in a form that can be compared; and its tensors, in the order of its items.
+    """
+    _vouched[planner] = Vouched(serialize or serialized, {**OPENERS, **(openers or {})})
+
+
+def vouched(planner: SavePlanner) -> Vouched | None:
+    """What is known about a planner; ``None`` if it has to plan every save."""
+    if is_stocks_own(planner):
+        return Vouched(serialized, OPENERS)
+    if _torch.caches_plans(planner):
+        return None
+    return _vouched.get(type(planner)) or _vouched.get(qualified_name(type(planner)))
 
 
 def planner_key(planner: SavePlanner) -> Any:
@@ -53,7 +101,7 @@ def is_stocks_own(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
     )
 
 
-def serialize(value: Any) -> bytes:
+def serialized(value: Any) -> bytes:
     """An object as serialised by DCP's planner."""
     if type(value) in _SCALARS and _is_short(value):
         return _serialize_scalar(type(value).__name__, repr(value), value)

@@ -6,7 +6,8 @@ read again for each save. Recognition takes about 1 us per tensor; planning take
 as long.
 
 Names and order are those of DCP's ``flatten_state_dict``; :func:`learn` checks each item for that.
-It refuses state dicts with leaves other than plain tensors, DTensors of them, and objects.
+It refuses state dicts with leaves other than plain tensors, objects, DTensors, and classes of
+sharded tensors that somebody vouches for: an :data:`Opener` says what their items follow from.
 """
 
 from __future__ import annotations
@@ -25,7 +26,24 @@ from nostall import _torch
 from nostall._model.values import PlannedSave, Share
 
 Serializer = Callable[[Any], bytes]
+Opener = Callable[[Any], tuple[Any, Sequence[torch.Tensor]]]
+"""For a leaf with tensors: what its items follow from, apart from those, and the tensors in order
+of its items."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _open_dtensor(leaf: DTensor) -> tuple[Any, Sequence[torch.Tensor]]:
+    return (_torch.spec_of(leaf), leaf.requires_grad), (_torch.local_tensor_of(leaf),)
+
+
+Openers = Mapping[type | str, Opener]
+"""By class of leaves, or its name."""
+OPENERS: Openers = {DTensor: _open_dtensor} if _torch.KNOWS_DTENSORS else {}
+
+
+def qualified_name(of: type) -> str:
+    """The name of a class, with its module."""
+    return f"{of.__module__}.{of.__qualname__}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,19 +196,22 @@ def _all_have_memory(tensors: Sequence[torch.Tensor]) -> bool:
 class KnownStructure:
     """The structure of a state dict, and the leaf of each item of a rank's share."""
 
-    def __init__(self, root: _Level, leaves: list[Any], share: Share, leaf_of: list[int]) -> None:
+    def __init__(
+        self,
+        root: _Level,
+        sharded: list[tuple[int, Opener, Any]],
+        leaves: list[Any],
+        share: Share,
+        leaf_of: list[int],
+    ) -> None:
         self._root = root
+        self._sharded = sharded
+        """Leaves that have tensors: position, opener, and what it has said."""
         self._share = share
         self._leaf_of = leaf_of
-        """Position among the leaves, per item."""
+        """Position among the opened leaves, per item."""
         self._runs = [item for item, form in enumerate(share.forms) if form is None]
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-        self._specs = [
-            (position, _torch.spec_of(leaf), leaf.requires_grad)
-            for position, leaf in enumerate(leaves)
-            if isinstance(leaf, DTensor)
-        ]
-        _open(leaves, self._specs)
         tensors = list(compress(leaves, self._is_tensor))
         self._kinds = [_TensorKinds(block) for block in _blocks(tensors)]
         # The file form of these also depends on the storage that they are a view of.
@@ -208,12 +229,19 @@ class KnownStructure:
         leaves: list[Any] = []
         if not self._root.gather(state_dict, leaves):
             return None
-        for position, spec, requires_grad in self._specs:
-            leaf = leaves[position]
-            now = _torch.spec_of(leaf)
-            if leaf.requires_grad != requires_grad or not (now is spec or now == spec):
-                return None
-        _open(leaves, self._specs)
+        if self._sharded:
+            opened: list[Any] = []
+            begin = 0
+            for position, opener, known in self._sharded:
+                said, tensors = opener(leaves[position])
+                if said != known:
+                    return None
+                opened += leaves[begin:position]
+                opened += tensors
+                begin = position + 1
+            leaves = opened + leaves[begin:]
+        if len(leaves) != len(self._is_tensor):
+            return None
         blocks = _blocks(list(compress(leaves, self._is_tensor)))
         if not all(kinds.match(block) for kinds, block in zip(self._kinds, blocks, strict=True)):
             return None
@@ -228,7 +256,10 @@ class KnownStructure:
 
 
 def learn(
-    state_dict: Mapping[str, Any], flat: Mapping[str, Any], planned: PlannedSave
+    state_dict: Mapping[str, Any],
+    flat: Mapping[str, Any],
+    planned: PlannedSave,
+    openers: Openers = OPENERS,
 ) -> KnownStructure | None:
     """The structure of a planned state dict; ``None`` if it cannot be recognised safely.
 
@@ -236,32 +267,46 @@ def learn(
         state_dict: The planned state dict.
         flat: The same, flattened by the planner, by name.
         planned: This rank's share of it.
+        openers: By class of its leaves that have tensors.
     """
     root = _level_of(state_dict)
     leaves: list[Any] = []
     root.gather(state_dict, leaves)
-    if not all(map(_is_recognizable, leaves)):
+    opened: list[Any] = []
+    sharded = []
+    places: dict[str, list[int]] = {}
+    """Positions among the opened leaves, by name, in the order of items."""
+    for position, (name, leaf) in enumerate(zip(root.paths(), leaves, strict=True)):
+        if leaf is not flat.get(name):
+            continue  # an item of the name is refused below
+        opener = openers.get(type(leaf)) or openers.get(qualified_name(type(leaf)))
+        parts = [leaf]
+        if opener is not None:
+            said, tensors = opener(leaf)
+            sharded.append((position, opener, said))
+            parts = list(tensors)
+        places[name] = list(range(len(opened), len(opened) + len(parts)))
+        opened += parts
+    if len(places) != len(leaves) or not all(map(_is_recognizable, opened)):
         return None
-    position_of = {path: position for position, path in enumerate(root.paths())}
     leaf_of = []
-    for item, form in zip(planned.share.plan.items, planned.share.forms, strict=True):
-        fqn = item.index.fqn
-        position = position_of.get(fqn)
-        if position is None or leaves[position] is not flat.get(fqn):
+    items = zip(planned.share.plan.items, planned.share.forms, planned.sources, strict=True)
+    for item, form, source in items:
+        candidates = places.get(item.index.fqn, [])
+        if len(candidates) > 1:  # one of several shards, of which other ranks may write some
+            candidates = [each for each in candidates if _is_same_memory(opened[each], source)]
+        if not candidates or (form is None) != (item.type == WriteItemType.BYTE_IO):
             return None
-        if (form is None) != (item.type == WriteItemType.BYTE_IO):
-            return None
-        if form is not None and not isinstance(leaves[position], torch.Tensor):
+        position = candidates[0]
+        if form is not None and not isinstance(opened[position], torch.Tensor):
             return None  # an object that makes its own items
+        if len(places[item.index.fqn]) > 1:
+            places[item.index.fqn].remove(position)
         leaf_of.append(position)
-    return KnownStructure(root, leaves, planned.share, leaf_of)
+    return KnownStructure(root, sharded, opened, planned.share, leaf_of)
 
 
 def _is_recognizable(leaf: Any) -> bool:
-    if isinstance(leaf, DTensor):
-        if type(leaf) is not DTensor or not _torch.KNOWS_DTENSORS:
-            return False
-        leaf = _torch.local_tensor_of(leaf)
     if not isinstance(leaf, torch.Tensor):
         return True
     return (
@@ -273,7 +318,9 @@ def _is_recognizable(leaf: Any) -> bool:
     )
 
 
-def _open(leaves: list[Any], specs: Sequence[tuple[int, Any, bool]]) -> None:
-    """Replace DTensors by their local tensors."""
-    for position, _, _ in specs:
-        leaves[position] = _torch.local_tensor_of(leaves[position])
+def _is_same_memory(tensor: torch.Tensor, source: torch.Tensor | bytes) -> bool:
+    return (
+        not isinstance(source, bytes)
+        and source.data_ptr() == tensor.data_ptr()
+        and source.shape == tensor.shape
+    )

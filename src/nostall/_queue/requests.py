@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -33,8 +34,32 @@ def commits(function: F) -> F:
     return function
 
 
-def _is_a_commit(function: Callable[[], Any]) -> bool:
-    return getattr(function, "func", function) in _COMMITS
+def _committed_by(function: Callable[[], Any]) -> tuple[Any, ...] | None:
+    """The arguments of a commit, if a finalize function is known to do nothing else.
+
+    That is a partial; or a closure, such as Megatron's, that Python compiled to use no name and no
+    value of its surroundings but the commit and what it is called with.
+    """
+    used: list[Any]
+    if isinstance(function, partial):
+        used = [function.func, function.args, *function.keywords]
+    elif isinstance(function, FunctionType):
+        code = function.__code__
+        try:
+            used = [cell.cell_contents for cell in function.__closure__ or ()]
+        except ValueError:  # a variable that has no value yet
+            return None
+        used += [function.__globals__.get(name) for name in code.co_names]
+        used += [each for each in code.co_consts if isinstance(each, CodeType)]
+    else:
+        return None
+    arguments = [each for each in used if not any(each is known for known in _COMMITS)]
+    if len(arguments) != 1 or len(used) != 2 or not isinstance(arguments[0], tuple | list):
+        return None
+    return tuple(arguments[0]) if len(arguments[0]) == _COMMIT_ARGUMENTS else None
+
+
+_COMMIT_ARGUMENTS = 3
 
 
 class AsyncRequest(NamedTuple):
@@ -129,17 +154,17 @@ class AsyncRequest(NamedTuple):
     @property
     def raises_on_all_ranks(self) -> bool:
         """Whether its finalize functions are known to raise on all ranks or on none."""
-        return all(map(_is_a_commit, self.finalize_fns))
+        return all(_committed_by(each) is not None for each in self.finalize_fns)
 
     def early_commit(self, group: dist.ProcessGroup | None) -> EarlyCommit | None:
         """The early commit of its save, which is allowed now.
 
         ``None`` if a finalize function is to run before, or other ranks save than those of a group.
         """
-        first = next(iter(self.finalize_fns), None)
-        if not isinstance(first, partial) or first.func not in _COMMITS or len(first.args) != 3:
+        first = _committed_by(self.finalize_fns[0]) if self.finalize_fns else None
+        if first is None:
             return None
-        writer, _, wrapper = first.args
+        writer, _, wrapper = first
         save: RankSave = writer._rank_save
         if save.to_schedule is not self.async_fn or not are_same_ranks(wrapper.group, group):
             return None

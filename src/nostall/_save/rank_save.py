@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
@@ -23,6 +24,8 @@ from nostall._memory.fence import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
+from nostall._plan.planner import vouched
+from nostall._plan.structure import OPENERS
 from nostall._ranks.group import Coordination, Membership
 from nostall._save import session, write, write_directly
 from nostall._save.by_name.planner import SavePlanner
@@ -154,7 +157,7 @@ class RankSave:
     def learn(
         self,
         state_dict: dict[str, Any],
-        flat: dict[str, Any] | None,
+        planner: DCPSavePlanner,
         last: session.KnownSave | None,
     ) -> session.KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
@@ -163,8 +166,7 @@ class RankSave:
 
         Args:
             state_dict: The planned state dict.
-            flat: The same, flattened by a planner whose plan follows from the structure; else
-                ``None``.
+            planner: The planner, which has planned it.
             last: That of the save before.
         """
         split = self.split
@@ -172,8 +174,12 @@ class RankSave:
             return None
         known = session.as_known(split.prepared, last).known
         learned = known
-        if known is None or flat is not None:  # a structure that was not recognised is learned anew
-            learned = session.learn(split.prepared, state_dict, flat, default_engine())
+        voucher = vouched(planner)
+        if known is None or voucher:  # a structure that was not recognised is learned anew
+            flat, openers = None, OPENERS
+            if voucher:
+                flat, openers = vars(planner)["state_dict"], voucher.openers
+            learned = session.learn(split.prepared, state_dict, flat, default_engine(), openers)
             if learned is not None and known is not None:
                 learned = replace(learned, token=known.token)
         split.prepared = session.as_known(split.prepared, learned)

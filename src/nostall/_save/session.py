@@ -33,7 +33,7 @@ from nostall._model.collection import no_collection
 from nostall._model.values import ItemShape, Layout, PlannedSave, Share
 from nostall._plan.items import Resolver, plan_rank
 from nostall._plan.layout import FileNaming, Packing, renamed
-from nostall._plan.structure import KnownStructure
+from nostall._plan.structure import OPENERS, KnownStructure, Openers
 from nostall._plan.structure import learn as learn_structure
 from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.written import expected_results
@@ -147,7 +147,11 @@ def known(prepared: PreparedSave, structure: KnownStructure | None, engine: Engi
 
 @no_collection()
 def learn(
-    prepared: PreparedSave, state_dict: dict[str, Any], flat: dict[str, Any] | None, engine: Engine
+    prepared: PreparedSave,
+    state_dict: dict[str, Any],
+    flat: dict[str, Any] | None,
+    engine: Engine,
+    openers: Openers = OPENERS,
 ) -> KnownSave | None:
     """The reusable part of a prepared save, before staging; ``None`` if nothing is safe.
 
@@ -156,9 +160,12 @@ def learn(
         state_dict: The planned state dict.
         flat: The same, flattened by a planner whose plan follows from the structure; else ``None``.
         engine: The engine of the save.
+        openers: By class of leaves that have tensors.
     """
     try:
-        structure = None if flat is None else learn_structure(state_dict, flat, prepared.planned)
+        structure = None
+        if flat is not None:
+            structure = learn_structure(state_dict, flat, prepared.planned, openers)
         return known(prepared, structure, engine)
     except Exception:  # this save is not affected; the next one is planned
         _log.debug("the structure was not learned", exc_info=True)

@@ -22,10 +22,9 @@ from nostall._model.values import SaveId
 from nostall._plan.cache import Changed, Reuse, Route, Together, choose_route, plans_alone
 from nostall._plan.planner import (
     as_save_error,
-    is_stocks_own,
     planner_failures,
     planner_key,
-    serialize,
+    vouched,
     without_state,
 )
 from nostall._plan.together import (
@@ -182,13 +181,13 @@ def _prepare_known(
     known, plans, writer = cache.known, cache.plans, arguments.writer
     if known is None or plans is None or plans.planner != arguments.configuration:
         return False
-    if not is_stocks_own(arguments.planner):
+    if (voucher := vouched(arguments.planner)) is None:
         return False
     if known.structure is None or not known.fits(writer._rank_save.settings):
         return False
     session.planner = arguments.planner
     try:
-        sources = known.structure.find(arguments.state_dict, serialize)
+        sources = known.structure.find(arguments.state_dict, voucher.serialize)
         if sources is None:
             return False
         set_up_writer(writer, known.share.plan, session)
@@ -233,8 +232,7 @@ def _plan(arguments: _SaveArguments, session: SaveSession, *, alone: bool) -> Me
         with planner_failures():
             writer.prepare_write_data(planner.finish_plan(final), planner)
         if cache is not None and isinstance(route, Reuse):
-            flat = vars(planner)["state_dict"] if is_stocks_own(planner) else None
-            cache.known = writer._rank_save.learn(arguments.state_dict, flat, cache.known)
+            cache.known = writer._rank_save.learn(arguments.state_dict, planner, cache.known)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
     session.planner = without_state(planner)

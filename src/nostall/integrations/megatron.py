@@ -42,6 +42,7 @@ def install() -> None:
         nvrx_alias.install(force=True)
     else:
         _replace_own()
+        nvrx_alias.vouch_for_megatrons_planner()
 
 
 def _takes_saves_from_nvrx() -> bool:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from nostall._commit.known_results import KnownResults
 from nostall._commit.local_plans import PlanColumns, compact, in_full
 from nostall._plan.global_plan import Share
-from nostall._plan.planner import serialize
+from nostall._plan.planner import serialized
 from nostall._plan.together import reusable_metadata
 from nostall._save.session import KnownSave
 from nostall.errors import SaveError
@@ -181,7 +181,7 @@ class RankPlans:
         for plan in candidates:
             if plan.configuration == configuration:
                 structure = plan.save.structure
-                sources = None if structure is None else structure.find(state_dict, serialize)
+                sources = None if structure is None else structure.find(state_dict, serialized)
                 if sources is not None:
                     found[plan.name] = Recognised(plan, sources)
         return found
