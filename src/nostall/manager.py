@@ -67,6 +67,8 @@ __all__ = [
 
 _log = logging.getLogger("nostall")
 _REMOVAL_S = 30.0
+_MANY = 10_000
+"""Plain values in a state: planning 100,000 of them takes seconds of the training thread."""
 
 T = TypeVar("T")
 
@@ -149,6 +151,8 @@ class CheckpointManager:
         self._retention = Retention(self._steps, policies, self._activity)
         self._highest: int | None = None
         """The highest step that has a directory, as all ranks know; ``None`` before the lock."""
+        self._has_warned = False
+        """Whether the log says that a state has many plain values."""
         self._saved_at_s = time.monotonic()
         """When the last save began, or the manager was made; for a time as ``save_every``."""
 
@@ -233,7 +237,17 @@ class CheckpointManager:
         planner = DefaultSavePlanner()
         try:
             numbers = _validated(state, metrics or {})
-            items = capture(state, step, numbers, extra, coordination.rank)
+            items, plain = capture(state, step, numbers, extra, coordination.rank)
+            if coordination.is_coordinator and plain.total() > _MANY and not self._has_warned:
+                self._has_warned = True
+                ((key, most),) = plain.most_common(1)
+                _log.warning(
+                    "the state has %d plain values, %d of them in %r. Each is saved as an item of"
+                    " its own, which makes saves slow. Where possible, pass them as extra, which"
+                    " restore() returns as restored.extra; or put them into one list of plain"
+                    " values, or one tensor",
+                    *(plain.total(), most, key),
+                )
         except Exception as error:  # also of users' objects
             planner = FailingPlanner(error)
         handle = SaveHandle(step, writer, path, self._wait)

@@ -1138,6 +1138,21 @@ def test_many_keys_are_restored_in_linear_time(tmp_path: Path) -> None:
     assert cost_s(3000) < 25 * cost_s(300)
 
 
+def test_many_plain_values_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One per manager, with the key that holds the most; not where a list or ``extra`` has them."""
+    many = {str(number): number for number in range(7_000)}
+    with CheckpointManager(tmp_path) as manager:
+        saved(manager, 1, extra=many)
+        manager.save(2, {**numbered(2), "first": many, "history": [*many, *many]}).result()
+        assert not warnings_in(caplog)
+        for step in (3, 4):
+            manager.save(step, {"first": {"a": 1, **many}, "history": many, "epoch": 3}).result()
+    (warning,) = warnings_in(caplog)
+    assert "the state has 14002 plain values, 7001 of them in 'first'" in warning
+    assert "extra" in warning
+    assert "one list of plain values" in warning
+
+
 def test_a_writer_of_ones_own(tmp_path: Path) -> None:
     """Its options are those of every save."""
     writer = partial(FileSystemWriterAsync, thread_count=3, staging="overlapped")

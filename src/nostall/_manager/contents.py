@@ -25,7 +25,7 @@ import logging
 import pickle
 import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -115,9 +115,15 @@ Placements: TypeAlias = "dict[str, list[int | None] | None]"
 
 def capture(
     state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object, rank: int
-) -> dict[str, Any]:
-    """The state dict to save; objects are asked for their state, and may raise anything."""
+) -> tuple[dict[str, Any], Counter[str]]:
+    """The state dict to save; objects are asked for their state, and may raise anything.
+
+    Returns:
+        The state dict, and for each key the number of plain values, without those of modules. DCP
+        saves each of them as one item.
+    """
     items: dict[str, Any] = {}
+    plain: Counter[str] = Counter()
     exact: dict[str, bytes] = {}
     placements: Placements | None = None
     for key, value in state.items():
@@ -127,8 +133,10 @@ def capture(
             continue
         items[key] = value.state_dict() if isinstance(value, Stateful) else value
         if isinstance(value, torch.nn.Module) or not isinstance(value, Stateful | dict | list):
+            plain[key] = not isinstance(value, torch.nn.Module | torch.Tensor)
             continue  # loaded into its present structure
         flat, paths = _torch.flatten_state_dict({key: items[key]})
+        plain[key] = sum(not isinstance(leaf, torch.Tensor) for leaf in flat.values())
         is_optimizer = isinstance(value, torch.optim.Optimizer)
         if is_optimizer or not any(map(_is_distributed, flat.values())):
             exact[key] = _pickled(items[key], flat, what)
@@ -140,7 +148,7 @@ def capture(
     if rank == 0:
         about = {"format": _FORMAT, "step": step, "metrics": metrics, "exact": sorted(exact)}
         items[ABOUT] = _as_tensor(json.dumps({**about, "placements": placements}).encode())
-    return items
+    return items, plain
 
 
 def _is_distributed(leaf: object) -> bool:
