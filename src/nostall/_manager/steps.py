@@ -9,6 +9,7 @@ step is *complete* if all its files are there: one is restored only then.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -281,16 +282,21 @@ class RootLock:
     def take(self) -> None:
         """Take the lock, until :meth:`release` or the end of the process.
 
-        A warning tells if the file system has no locks, or another machine has this one; if another
-        process of this machine has it, this is an error. An object store has no locks.
+        A warning tells if the file system has no locks, another file has the name of the lock, or
+        another machine has it; if another process of this machine has it, this is an error. An
+        object store has no locks.
         """
         if self in self._held or is_address(self._root):
             return
         try:
             os.makedirs(self._root, exist_ok=True)
-            with self._changing:
-                while not self._is_settled():
-                    continue  # another process has replaced the file before it was locked
+            with self._changing, ExitStack() as opened:
+                self._fd = os.open(f"{self._root}/{LOCK_NAME}", _OPENING, 0o666)
+                opened.callback(os.close, self._fd)
+                self._require_own_file()
+                if self._is_locked():
+                    self._held.append(self)
+                    opened.pop_all()
         except OSError as error:
             _log.warning(
                 "root=%s cannot be locked: %s. A second job that saves here is not noticed",
@@ -298,38 +304,13 @@ class RootLock:
                 error.strerror,
             )
 
-    def _is_settled(self) -> bool:
-        """Lock the file and keep it open; false if it is no longer the one in the root."""
-        with ExitStack() as opened:
-            self._fd = self._open()
-            opened.callback(os.close, self._fd)
-            if not self._is_locked():
-                return True
-            try:
-                is_present = os.path.samestat(
-                    os.fstat(self._fd), os.stat(f"{self._root}/{LOCK_NAME}")
-                )
-            except FileNotFoundError:
-                return False
-            if is_present:
-                self._held.append(self)
-                opened.pop_all()
-            return is_present
-
-    def _open(self) -> int:
-        """Open the file; one that may be somebody else's loses its name in the root."""
-        path = f"{self._root}/{LOCK_NAME}"
-        while True:
-            if os.path.islink(path):
-                os.unlink(path)
-            fd = os.open(path, _OPENING, 0o666)
-            status = os.fstat(fd)
-            # Made by this user, or by the one who owns the root.
-            is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-            if is_plain and status.st_uid in (os.geteuid(), os.stat(self._root).st_uid):
-                return fd
-            os.close(fd)
-            os.unlink(path)
+    def _require_own_file(self) -> None:
+        """Refuse to write into a file that may be somebody else's."""
+        status = os.fstat(self._fd)
+        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+        # Made by this user, or by the one who owns the root.
+        if not is_plain or status.st_uid not in (os.geteuid(), os.stat(self._root).st_uid):
+            raise FileExistsError(errno.EEXIST, f"{LOCK_NAME} is the file of somebody else")
 
     def _is_locked(self) -> bool:
         """Lock the file; false if another machine has the lock."""
