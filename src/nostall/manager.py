@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from typing_extensions import Self
 
 from nostall._engine import default_engine
-from nostall._manager.contents import About, PerRank, Restoration, Restored, capture, require_state
+from nostall._manager.contents import PerRank, Restoration, Restored, capture, require_state
 from nostall._manager.policies import (
     Better,
     KeepBest,
@@ -34,7 +34,7 @@ from nostall._manager.policies import (
     better_of,
     policies_of,
 )
-from nostall._manager.retention import Activity, Retention
+from nostall._manager.retention import Retention
 from nostall._manager.saves import FailingPlanner, SaveHandle
 from nostall._manager.steps import RootLock, StepDirectories, step_of
 from nostall._model.interrupts import uninterrupted
@@ -130,9 +130,9 @@ class CheckpointManager:
             raise OptionError(
                 f"on_error={on_error!r:.200} is not possible", hint='use "raise" or "warn"'
             )
-        policies = policies_of(keep)
+        self._policies = policies_of(keep)
         self._save_every = _interval_of(save_every)
-        self._better = better_of(policies, metrics or {})
+        self._better = better_of(self._policies, metrics or {})
         require_possible(root)
         self._steps = StepDirectories(place_of(os.path.expanduser(root), storage_options))
         self._steps.look(self._require_root_of_steps)
@@ -146,9 +146,7 @@ class CheckpointManager:
         self._cache = CheckpointMetadataCache()
         self._handles: deque[SaveHandle] = deque()
         """The save of each request, in order."""
-        self._own: list[int] = []
-        """The steps that this manager has committed, in this order."""
-        self._retention = Retention(self._steps, policies, self._activity)
+        self._retention = Retention(self._steps, self._policies, self._handles)
         self._highest: int | None = None
         """The highest step that has a directory, as all ranks know; ``None`` before the lock."""
         self._has_warned = False
@@ -266,6 +264,7 @@ class CheckpointManager:
     ) -> None:
         """Plan and schedule a save. Ctrl-C interrupts this when it is scheduled."""
         with self._reported(), uninterrupted(patience=2):
+            self._handles.append(handle)
             try:
                 planned = save_state_dict_async_plan(
                     items,
@@ -281,28 +280,20 @@ class CheckpointManager:
                     partial(self._note_committed, handle),
                 ]
                 request = AsyncRequest(save_fn, arguments, finalize, preload_fn=preload_fn)
-                self._handles.append(handle)
                 self._queue.schedule_async_request(request)
             except BaseException as error:  # passed on
-                if handle in self._handles and len(self._handles) > self._queue.pending:
-                    self._handles.remove(handle)  # the queue does not have it
-                if handle not in self._handles:
-                    handle._outcome = error
+                if len(self._handles) > self._queue.pending:  # the queue does not have it
+                    self._handles.pop()._outcome = error
                 raise
 
     def _note_committed(self, handle: SaveHandle) -> None:
         with uninterrupted(patience=2):
-            self._own.append(handle.step)  # first, as another thread may remove what is in neither
+            # First, as the thread that removes steps may remove what is in neither.
+            self._retention.own.append(handle.step)
             self._handles.remove(handle)
             handle._outcome = "committed"
-            if coordination_for(self._group).is_coordinator:
-                self._retention.start()
-
-    def _activity(self) -> Activity:
-        """The steps that stay because of the saves; callable from any thread."""
-        in_flight = frozenset(handle.step for handle in tuple(self._handles))
-        own = tuple(self._own)
-        return Activity(2 if in_flight else 1, in_flight | set(own[-1:]), own)
+            if self._policies and coordination_for(self._group).is_coordinator:
+                self._retention.begin()
 
     def _take_root(self, coordination: Coordination) -> int:
         """Lock the root, once, and remove what a crash has left; the highest step. Collective.
@@ -336,7 +327,12 @@ class CheckpointManager:
         step = require_integer("step", step, at_least=0)
         self._wait(None)
         self._take_root(coordination)
-        agreed(coordination, partial(self._retention.discard_after, step))
+
+        def discard() -> None:
+            self._retention.wait()
+            self._steps.look(partial(self._steps.remove_after, step))
+
+        agreed(coordination, discard)
 
     # --- waiting ------------------------------------------------------------------------------
 
@@ -515,7 +511,8 @@ class CheckpointManager:
         coordination = self._ranks()
         self._wait(None)
         with ExitStack() as hold:
-            about = agreed(coordination, partial(self._choose, step, hold, deep=verify))
+            choose = partial(self._steps.choose, step, hold, deep=verify)
+            about = agreed(coordination, choose)
             if about is None:
                 return None
             with together(coordination):
@@ -525,10 +522,6 @@ class CheckpointManager:
             self._cache.set_cached_global_metadata(restoration.metadata)
         with together(coordination):
             return restoration.finish(rng=rng)
-
-    def _choose(self, step: int | None, hold: ExitStack, *, deep: bool) -> About | None:
-        self._retention.wait()
-        return self._steps.choose(step, hold, deep=deep)
 
     def _ranks(self, *, to_save: bool = False) -> Coordination:
         """The ranks of the job, known by now; required not to be closed if it is ``to_save``."""

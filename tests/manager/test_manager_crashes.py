@@ -77,7 +77,7 @@ class Disk:
             StepRecord(step=step, committed_at_s=0.0, metrics={"loss": loss_of(step)})
             for step in sorted(self.ever)
         ]
-        gone = steps_to_keep(records, self.policies, least=1) - there
+        gone = steps_to_keep(records, self.policies) - there
         if gone:
             self.missing.append(f"{sorted(gone)} of {sorted(self.ever)} by {self.policies}")
 

@@ -296,7 +296,7 @@ def test_signals_while_a_step_becomes_a_committed_one(tmp_path: Path) -> None:
 
     manager = CheckpointManager(tmp_path)
     handle = manager.save(1, state(1))
-    manager._own = Noted()
+    manager._retention.own = Noted()
     with suppress(KeyboardInterrupt):
         manager.wait()
     manager.wait()

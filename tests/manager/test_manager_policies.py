@@ -89,17 +89,16 @@ def test_impossible_policies_are_refused(what: str) -> None:
         REFUSED[what]()
 
 
-@given(RECORDS, st.lists(POLICIES, min_size=1, max_size=4), st.integers(1, 3), st.data())
+@given(RECORDS, st.lists(POLICIES, min_size=1, max_size=4), st.data())
 def test_what_must_stay_stays(
-    seen: list[StepRecord], policies: list[Policy], least: int, data: st.DataObject
+    seen: list[StepRecord], policies: list[Policy], data: st.DataObject
 ) -> None:
-    """The highest step, protected ones, what any policy keeps, and the least number, always."""
+    """The highest step, the last of this run, and what any policy keeps, always."""
     steps = [each.step for each in seen]
-    protected = data.draw(st.frozensets(st.sampled_from(steps))) if steps else frozenset()
-    kept = steps_to_keep(seen, policies, least=least, protected=protected)
+    own = data.draw(st.lists(st.sampled_from(steps), unique=True)) if steps else []
+    kept = steps_to_keep(seen, policies, own)
     assert kept <= set(steps)
-    assert len(kept) >= min(least, len(steps))
-    assert kept >= set(steps[-1:]) | protected
+    assert kept >= {*steps[-1:], *own[-1:]}
     for policy in policies:
         assert kept >= set(policy.keeps(seen))
 
@@ -109,9 +108,9 @@ def test_a_second_decision_removes_nothing_more(
     seen: list[StepRecord], policies: list[Policy]
 ) -> None:
     """What stays once stays as long as no step is added: a pass may be interrupted anywhere."""
-    kept = steps_to_keep(seen, policies, least=1)
+    kept = steps_to_keep(seen, policies)
     left = [each for each in seen if each.step in kept]
-    assert steps_to_keep(left, policies, least=1) == kept
+    assert steps_to_keep(left, policies) == kept
 
 
 def test_policies_may_disagree_about_a_metric() -> None:
@@ -123,7 +122,7 @@ def test_policies_may_disagree_about_a_metric() -> None:
 
 def test_without_policies_everything_stays() -> None:
     """Nothing is removed unless it was asked for."""
-    assert steps_to_keep(records(1, 2, 3), [], least=1) == {1, 2, 3}
+    assert steps_to_keep(records(1, 2, 3), []) == {1, 2, 3}
 
 
 @given(st.integers(0, 10**15))

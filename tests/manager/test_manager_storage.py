@@ -89,6 +89,21 @@ def test_a_removal_that_hangs_keeps_the_step_from_being_saved(tmp_path: Path) ->
     assert nostall.verify(path).ok
 
 
+def test_one_removal_runs_at_a_time(tmp_path: Path) -> None:
+    """While it hangs, commits begin no other; what they left over is removed in the next wait."""
+    storage = HangingOs("unlink", "step-000000001")
+    with patch.object(posix, "os", storage), CheckpointManager(tmp_path, keep=KeepLatest(1)) as it:
+        for step in (1, 2, 3, 4):
+            it.save(step, numbered(step)).result(60)
+        removing = [each for each in threading.enumerate() if each.name == "nostall-retention"]
+        left = it.all_steps()
+        storage.answer()
+        it.wait()
+        assert it.all_steps() == [4]
+    assert len(removing) == 1
+    assert left[-3:] == [2, 3, 4]
+
+
 def test_closing_does_not_wait_for_storage_for_ever(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -183,7 +183,7 @@ def promised(ever: Iterable[int]) -> set[int]:
         StepRecord(step=step, committed_at_s=0.0, metrics={"loss": loss_of(step)})
         for step in sorted(set(ever))
     ]
-    return steps_to_keep(records, POLICIES, least=1)
+    return steps_to_keep(records, POLICIES)
 
 
 def check(steps: StepDirectories, committed: set[int], ever: set[int]) -> int:

@@ -95,8 +95,8 @@ DEFECTS = {
     ),
     "the newest step is removed": Defect(
         "_manager/policies.py",
-        "    wanted = set(protected) | set(steps[-least:])\n",
-        "    wanted = set(protected)\n",
+        "    wanted = {*steps[-1:], *own[-1:]}\n",
+        "    wanted = {*own[-1:]}\n",
         ("tests/manager/test_manager_policies.py",),
     ),
 }

@@ -1,13 +1,13 @@
 """Which steps stay: small frozen policies, combined by *any keeps*.
 
 Pure: a policy sees the committed steps and names those that it keeps. What no policy keeps is
-removed, except for the steps that :func:`steps_to_keep` protects whatever the policies say.
+removed, except for the steps that :func:`steps_to_keep` keeps whatever the policies say.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, Protocol
 
@@ -176,27 +176,20 @@ def metrics_in(records: Iterable[StepRecord]) -> set[str]:
 
 
 def steps_to_keep(
-    records: Sequence[StepRecord],
-    policies: Sequence[Policy],
-    *,
-    least: int,
-    protected: Set[int] = frozenset(),
-    own: Collection[int] = (),
+    records: Sequence[StepRecord], policies: Sequence[Policy], own: Sequence[int] = ()
 ) -> set[int]:
-    """The steps that stay: those that any policy keeps, and those that must stay.
+    """The steps that stay: the highest, the last of ``own``, and those that any policy keeps.
 
     Args:
         records: All committed steps, in ascending order.
         policies: Without any, every step stays.
-        least: How many stay at least, the highest ones if policies keep fewer; 1 or more.
-        protected: Steps that stay whatever the policies say.
         own: Steps that this run has saved. After a return to an earlier step, higher ones of
             another run do not take their places: what policies keep of these alone stays, too.
     """
     steps = [record.step for record in records]
     known = frozenset(own)
     mine = [record for record in records if record.step in known]
-    wanted = set(protected) | set(steps[-least:])
+    wanted = {*steps[-1:], *own[-1:]}
     for policy in policies:
         wanted.update(policy.keeps(records))
         if mine and mine[-1] is not records[-1]:

@@ -36,6 +36,7 @@ from nostall.errors import (
     OptionError,
     ReadError,
     UnknownMetadataError,
+    WriteError,
 )
 from nostall.integrity import why_damaged
 from nostall.removal import remove_checkpoint
@@ -127,6 +128,23 @@ class StepDirectories:
                 remove_checkpoint(path)
                 _log.info("removed %s", path)
         return True
+
+    def remove_after(self, step: int) -> None:
+        """Remove all steps above a committed one, the highest first."""
+        if self.committed_at_s(step) is None:
+            raise OptionError(
+                f"step {step} is not committed",
+                path=self.path(step),
+                hint="pass the step that was restored",
+            )
+        for later in reversed(self.listed()):
+            if later > step and not self.remove(later):
+                raise WriteError(
+                    f"step {later} is being read by another process",
+                    phase="remove",
+                    path=self.path(later),
+                    hint="call discard_after again when that process is done",
+                )
 
     def remove_unfinished(self) -> None:
         """Remove what interrupted saves and removals have left; the root has to be locked."""
