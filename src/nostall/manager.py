@@ -227,7 +227,7 @@ class CheckpointManager:
         # Other ranks may write as soon as they enter a save. So one of a step that may have a
         # directory waits until rank 0 removes nothing; the others need no communication.
         if step <= highest:
-            agreed(coordination, partial(self._before_replacing, step))
+            agreed(coordination, self._retention.wait)
         self._highest = max(highest, step)
         path = self._steps.path(step)
         writer = self._make_writer(path)
@@ -249,21 +249,7 @@ class CheckpointManager:
         except Exception as error:  # also of users' objects
             planner = FailingPlanner(error)
         handle = SaveHandle(step, writer, path, self._wait)
-        self._start(handle, writer, items, planner)
-        self._saved_at_s = time.monotonic()
-        if failed is not None:
-            raise failed
-        return handle
-
-    def _start(
-        self,
-        handle: SaveHandle,
-        writer: FileSystemWriterAsync,
-        items: dict[str, Any],
-        planner: DefaultSavePlanner,
-    ) -> None:
-        """Plan and schedule a save. Ctrl-C interrupts this when it is scheduled."""
-        with self._reported(), uninterrupted(patience=2):
+        with self._reported(), uninterrupted(patience=2):  # Ctrl-C has to wait until it is planned
             self._handles.append(handle)
             try:
                 planned = save_state_dict_async_plan(
@@ -285,6 +271,10 @@ class CheckpointManager:
                 if len(self._handles) > self._queue.pending:  # the queue does not have it
                     self._handles.pop()._outcome = error
                 raise
+        self._saved_at_s = time.monotonic()
+        if failed is not None:
+            raise failed
+        return handle
 
     def _note_committed(self, handle: SaveHandle) -> None:
         with uninterrupted(patience=2):
@@ -309,11 +299,6 @@ class CheckpointManager:
         self._retention.begin(self._steps.remove_unfinished)
         self._retention.wait()
         return max(self._steps.look(self._steps.listed), default=-1)
-
-    def _before_replacing(self, step: int) -> None:
-        self._retention.wait()
-        if self._steps.look(partial(self._steps.committed_at_s, step)) is not None:
-            _log.info("step %d is saved again; it will replace %s", step, self.path(step))
 
     def discard_after(self, step: int) -> None:
         """Remove all steps above a committed one: after ``restore(state, step)``, those of the

@@ -177,12 +177,12 @@ def test_what_cannot_be_removed_does_not_end_training(
 
 def test_a_description_of_a_newer_nostall_is_not_taken_for_damage(tmp_path: Path) -> None:
     """The error names the format; an older step that is understood is restored instead."""
-    newer = json.dumps({"format": 3, "what": "nobody knows"}).encode().ljust(4096)
+    newer = json.dumps({"format": 4, "what": "nobody knows"}).encode().ljust(4096)
     state = {"nostall.about": torch.frombuffer(bytearray(newer), dtype=torch.uint8)}
     writer = FileSystemWriterAsync(tmp_path / "step-000000002")
     dcp.save({**state, **numbered(2)}, storage_writer=writer, no_dist=True)
     manager = CheckpointManager(tmp_path)
-    with pytest.raises(UnknownMetadataError, match="a description of format 3, not 2"):
+    with pytest.raises(UnknownMetadataError, match="a description of format 4, not 3"):
         manager.restore(numbered(0))
     saved(tmp_path, 1)
     restored = manager.restore(numbered(0))

@@ -5,7 +5,8 @@ Two items are added to the state, so that they are committed with it:
 * ``nostall.about``, by rank 0: step and metrics as JSON. It is read without the rest.
 * ``nostall.rank-<n>``, by every rank: a pickle of the states of random number generators, of the
   user's ``extra``, and of the state of each *exact* object, each a pickle of its own: a program
-  needs only the classes of what it asks for. Tensors are references to items.
+  needs only the classes of what it asks for. Tensors are references to items. Also the placements
+  of the optimizers' distributed tensors that differ from their parameters'.
 
 Both are tensors of bytes, padded, so that their shapes, and with them the plan, rarely change.
 
@@ -25,7 +26,7 @@ import logging
 import pickle
 import random
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -50,7 +51,7 @@ _log = logging.getLogger("nostall")
 ABOUT = "nostall.about"
 _RESERVED = "nostall"
 _PADDING_NBYTES = 4096
-_FORMAT = 2
+_FORMAT, _READABLE = 3, (2, 3)
 
 
 class PerRank:
@@ -141,13 +142,14 @@ def capture(
         if is_optimizer or not any(map(_is_distributed, flat.values())):
             exact[key] = _pickled(items[key], flat, what)
         parameters = _parameters_of(value)
-        if rank == 0 and any(isinstance(each, DTensor) for each in parameters):
+        if any(isinstance(each, DTensor) for each in parameters):
             placements = {**(placements or {}), **_placed_otherwise(flat, paths, parameters)}
-    own = {"extra": _pickled(extra, {}, f"step {step}: extra"), "rng": rng_states()}
-    items[_key_of_rank(rank)] = _as_tensor(pickle.dumps({**own, "objects": exact}))
+    own: dict[str, Any] = {"rng": rng_states(), "objects": exact, "placements": placements}
+    own["extra"] = _pickled(extra, {}, f"step {step}: extra")
+    items[_key_of_rank(rank)] = _as_tensor(pickle.dumps(own))
     if rank == 0:
-        about = {"format": _FORMAT, "step": step, "metrics": metrics, "exact": sorted(exact)}
-        items[ABOUT] = _as_tensor(json.dumps({**about, "placements": placements}).encode())
+        about = {"format": _FORMAT, "step": step, "metrics": metrics}
+        items[ABOUT] = _as_tensor(json.dumps(about).encode())
     return items, plain
 
 
@@ -263,11 +265,6 @@ class About:
 
     step: int
     metrics: Mapping[str, float]
-    exact: frozenset[str]
-    """Keys of the objects that get exactly what they returned."""
-    placements: Placements | None
-    """Placements of the optimizers' distributed tensors that differ from their parameters';
-    ``None`` if no parameter was distributed."""
 
 
 def read_about(directory: str) -> About | None:
@@ -281,13 +278,9 @@ def read_about(directory: str) -> About | None:
         CachedMetadataFileSystemReader.clear_metadata_cache(directory)
     try:
         plain = json.loads(content)
-        if plain["format"] == _FORMAT:
-            return About(
-                step=int(plain["step"]),
-                metrics={str(name): float(value) for name, value in plain["metrics"].items()},
-                exact=frozenset(map(str, plain["exact"])),
-                placements=plain["placements"],
-            )
+        if plain["format"] in _READABLE:
+            metrics = {str(name): float(value) for name, value in plain["metrics"].items()}
+            return About(step=int(plain["step"]), metrics=metrics)
     except Exception as error:  # the bytes may be anything
         raise DamagedCheckpointError(
             f"the description of the step is damaged ({type(error).__name__})",
@@ -349,44 +342,44 @@ class Restoration:
         self._path = path
         self._rank, self._world_size = coordination.rank, coordination.world_size
         self.metadata = CachedMetadataFileSystemReader(path).read_metadata()
-        self._saved = self.metadata.state_dict_metadata
-        self._has_own = _key_of_rank(self._rank) in self._saved
+        saved = self.metadata.state_dict_metadata
+        self._has_own = _key_of_rank(self._rank) in saved
         own = _key_of_rank(self._rank if self._has_own else 0)
-        self._own = pickle.loads(_content_of(path, self._saved, own))
+        self._own = pickle.loads(_content_of(path, saved, own))
+        self._exact: dict[str, bytes] = self._own["objects"]
+        """Pickles of the objects that get exactly what they returned."""
         self._items: dict[str, Any] = {}
         """The state dict to load into."""
-        paths: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
-        for name, path_of_item in (self.metadata.planner_data or {}).items():
-            paths[path_of_item[0]].append((name, path_of_item))
+        present: dict[str, tuple[dict[str, Any], list[torch.Tensor]]] = {}
         for key, value in state.items():
             if isinstance(value, PerRank):
-                self._require_own(key)
+                self._require_own(key, is_of_more=_key_of_rank(self._world_size) in saved)
                 continue
-            present = value.state_dict() if isinstance(value, Stateful) else value
-            if key not in about.exact:
-                self._items[key] = present
-                continue
-            flat, _ = _torch.flatten_state_dict({key: present})
-            parameters = _parameters_of(value)
-            for name, path_of_item in paths[key]:
-                entry = self._saved.get(name)
-                if isinstance(entry, TensorStorageMetadata):
-                    parameter = _parameter_at(path_of_item, parameters)
-                    self._items[name] = self._target(key, name, flat.get(name), entry, parameter)
+            now = value.state_dict() if isinstance(value, Stateful) else value
+            if key in self._exact:
+                flat, _ = _torch.flatten_state_dict({key: now})
+                present[key] = flat, _parameters_of(value)
+            else:
+                self._items[key] = now
+        for name, path_of_item in (self.metadata.planner_data or {}).items():
+            key, entry = path_of_item[0], saved.get(name)
+            if key in present and isinstance(entry, TensorStorageMetadata):
+                flat, parameters = present[key]
+                parameter = _parameter_at(path_of_item, parameters)
+                self._items[name] = self._target(key, name, flat.get(name), entry, parameter)
 
-    def _require_own(self, key: str) -> None:
-        if _key_of_rank(self._world_size) in self._saved and self._rank == 0:
-            what = "%r was saved by more ranks than restore it: the others' state is lost: path=%s"
-            _log.warning(what, key, self._path)
-        if not self._has_own:
+    def _require_own(self, key: str, *, is_of_more: bool) -> None:
+        if not self._has_own or key not in self._exact:
             raise OptionError(
-                f"the state of {key!r} differs between ranks, and fewer ranks have saved it",
+                f"the state of {key!r} differs between ranks, and the step has none of rank"
+                f" {self._rank}",
                 phase="read",
                 path=self._path,
-                hint="restore it on as many ranks, or leave it out",
+                hint="restore it on as many ranks as saved it, or leave it out",
             )
-        if key not in self._about.exact:
-            raise OptionError(f"the step has no state of {key!r} per rank", hint="leave it out")
+        if is_of_more and self._rank == 0:
+            what = "%r was saved by more ranks than restore it: the others' state is lost: path=%s"
+            _log.warning(what, key, self._path)
 
     def _target(
         self,
@@ -397,7 +390,8 @@ class Restoration:
         parameter: torch.Tensor | None,
     ) -> torch.Tensor:
         """The tensor of an exact object to load an item into: the present one, or a new one."""
-        size, dtype, known = entry.size, entry.properties.dtype, self._about.placements
+        size, dtype = entry.size, entry.properties.dtype
+        known: Placements | None = self._own.get("placements")  # none in steps of format 2
         if (
             isinstance(present, torch.Tensor)
             and present.dtype == dtype
@@ -453,12 +447,12 @@ class Restoration:
         """
         restored = {
             key: _unpickled(
-                self._own["objects"][key],
+                self._exact[key],
                 f"the object {key!r} of step {self._about.step}",
                 self._path,
                 self._items,
             )
-            if key in self._about.exact
+            if key in self._exact
             else self._items[key]
             for key in self._state
         }

@@ -149,19 +149,16 @@ class StepDirectories:
     def remove_unfinished(self) -> None:
         """Remove what interrupted saves and removals have left; the root has to be locked."""
         for step in self.listed():
-            if not is_in_use(self.path(step)) and not self._has_metadata(step):
+            path, names = self.path(step), list[str]()
+            with suppress(FileNotFoundError, NotADirectoryError):
+                # Read anew, while the status of a single name may come from a cache of NFS.
+                names = storage_at(path).list()
+            # Ranks may have committed there, each for itself.
+            is_committed = _torch.METADATA_NAME in names or any(map(is_metadata_of_one_rank, names))
+            if not is_in_use(path) and not is_committed:
                 what = "%s was not finished: removing it, except files that no save has made"
-                _log.warning(what, self.path(step))
+                _log.warning(what, path)
                 self.remove(step)
-
-    def _has_metadata(self, step: int) -> bool:
-        """Read anew, while the status of a single name may come from a cache of NFS."""
-        try:
-            names = storage_at(self.path(step)).list()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        # Ranks may have committed there, each for itself.
-        return _torch.METADATA_NAME in names or any(map(is_metadata_of_one_rank, names))
 
     # --- the step to restore ------------------------------------------------------------------
 
