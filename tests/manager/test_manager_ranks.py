@@ -181,6 +181,12 @@ def test_all_ranks_close_when_removals_are_done(found: Found) -> None:
     assert [each["closed"]["steps"] for each in found] == [[2], [2]]
 
 
+def test_an_optimizer_of_one_rank_is_restored_exactly(found: Found) -> None:
+    """Under a name that rank 0 does not have, into a new optimizer."""
+    for rank, each in enumerate(found):
+        assert each["own_keys"]["momenta"] == [[rank + 1.0] * 3] * 2
+
+
 def test_on_more_ranks_than_have_saved(found: Found) -> None:
     """Everything but what differs between ranks; the lack of that is an error on all."""
     for rank, each in enumerate(facts["on_more_ranks"] for facts in found):

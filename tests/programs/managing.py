@@ -46,6 +46,7 @@ def everything(out: Path) -> Facts:
         stuck,
         saved_again,
         closed,
+        own_keys,
         on_more_ranks,
         unfit,
         other_shapes,
@@ -268,6 +269,24 @@ def closed(out: Path) -> Facts:
             stack.callback(has_looked.set)
         manager.close()
         return {"steps": manager.all_steps()}
+
+
+def own_keys(out: Path) -> Facts:
+    """Each rank has an optimizer under a name of its own, as with pipeline parallelism."""
+    rank = dist.get_rank()
+    momenta = []
+    for restores in (False, True):
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([parameter], momentum=0.9)
+        with CheckpointManager(out) as manager:
+            if restores:
+                manager.restore({f"optimizer {rank}": optimizer})
+            else:
+                parameter.grad = torch.full((3,), rank + 1.0)
+                optimizer.step()
+                manager.save(1, {f"optimizer {rank}": optimizer}).result()
+        momenta.append(optimizer.state[parameter]["momentum_buffer"].tolist())
+    return {"momenta": momenta}
 
 
 def on_more_ranks(out: Path) -> Facts:

@@ -5,8 +5,8 @@ Two items are added to the state, so that they are committed with it:
 * ``nostall.about``, by rank 0: step and metrics as JSON. It is read without the rest.
 * ``nostall.rank-<n>``, by every rank: a pickle of the states of random number generators, of the
   user's ``extra``, and of the state of each *exact* object, each a pickle of its own: a program
-  needs only the classes of what it asks for. Tensors are references to items. Also the placements
-  of the optimizers' distributed tensors that differ from their parameters'.
+  needs only the classes of what it asks for. Tensors are references to items. It also has the
+  placements of the optimizers' distributed tensors of other shapes than their parameters.
 
 Both are tensors of bytes, padded, so that their shapes, and with them the plan, rarely change.
 
@@ -109,9 +109,8 @@ def _require_objects(name: str, value: object) -> None:
 
 # --- saving ---------------------------------------------------------------------------------------
 
-Placements: TypeAlias = "dict[str, list[int | None] | None]"
-"""By the name of a tensor, the dimension that is sharded over each dimension of the mesh, if any;
-``None`` for placements of another kind."""
+Placements: TypeAlias = "dict[str, list[int | None]]"
+"""By the name of a tensor, which of its dimensions each dimension of the mesh shards, if any."""
 
 
 def capture(
@@ -143,7 +142,7 @@ def capture(
             exact[key] = _pickled(items[key], flat, what)
         parameters = _parameters_of(value)
         if any(isinstance(each, DTensor) for each in parameters):
-            placements = {**(placements or {}), **_placed_otherwise(flat, paths, parameters)}
+            placements = {**(placements or {}), **_placements_of(flat, paths, parameters)}
     own: dict[str, Any] = {"rng": rng_states(), "objects": exact, "placements": placements}
     own["extra"] = _pickled(extra, {}, f"step {step}: extra")
     items[_key_of_rank(rank)] = _as_tensor(pickle.dumps(own))
@@ -173,20 +172,16 @@ def _parameter_at(path: tuple[Any, ...], parameters: Sequence[torch.Tensor]) -> 
     return parameters[number] if number < len(parameters) else None
 
 
-def _placed_otherwise(
+def _placements_of(
     flat: Mapping[str, Any], paths: Mapping[str, Any], parameters: Sequence[torch.Tensor]
 ) -> Placements:
-    """The placements of distributed tensors that are not placed as their parameters are."""
-    found: Placements = {}
-    for name, each in flat.items():
-        if isinstance(each, DTensor):
-            of_parameter = _parameter_at(paths[name], parameters)
-            like = [getattr(of_parameter, what, None) for what in ("shape", "placements")]
-            if like != [each.shape, each.placements]:
-                usual = all(type(place) in (Shard, Replicate) for place in each.placements)
-                dimensions = [getattr(place, "dim", None) for place in each.placements]
-                found[name] = dimensions if usual else None
-    return found
+    """The placements of distributed tensors of other shapes than their parameters."""
+    return {
+        name: [getattr(place, "dim", None) for place in leaf.placements]
+        for name, leaf in flat.items()
+        if isinstance(leaf, DTensor)
+        and getattr(_parameter_at(paths[name], parameters), "shape", None) != leaf.shape
+    }
 
 
 def _key_of_rank(rank: int) -> str:
@@ -398,16 +393,16 @@ class Restoration:
             and _torch.global_size(present) == size
         ):
             return present
-        if isinstance(parameter, DTensor) and known is not None and name in known:
-            places, mesh = known[name], parameter.device_mesh
-            if places is not None and len(places) == mesh.ndim:
-                placements = [Replicate() if each is None else Shard(each) for each in places]
-                return empty(size, dtype=dtype, device_mesh=mesh, placements=placements)
-        elif parameter is not None and _torch.global_size(parameter) == size:
+        places = None if known is None else known.get(name)
+        if parameter is not None and _torch.global_size(parameter) == size:
             made = torch.empty_like(parameter, dtype=dtype)
             is_part = type(made) is torch.Tensor and _torch.says_its_place(parameter)
             return _torch.described_as(parameter, made) if is_part else made
-        elif not isinstance(parameter, DTensor) or known is not None or not size:
+        if isinstance(parameter, DTensor) and places and len(places) == parameter.device_mesh.ndim:
+            placements = [Replicate() if each is None else Shard(each) for each in places]
+            mesh = parameter.device_mesh
+            return empty(size, dtype=dtype, device_mesh=mesh, placements=placements)
+        if not isinstance(parameter, DTensor) or not size or (known is not None and not places):
             return torch.empty(size, dtype=dtype)
         why = f"it is not known how {name} is to be distributed; let the optimizer take a step"
         why += " first, or save and restore an object around get_state_dict"
