@@ -130,9 +130,9 @@ class CheckpointManager:
             raise OptionError(
                 f"on_error={on_error!r:.200} is not possible", hint='use "raise" or "warn"'
             )
-        self._policies = policies_of(keep)
+        policies = policies_of(keep)
         self._save_every = _interval_of(save_every)
-        self._better = better_of(self._policies, metrics or {})
+        self._better = better_of(policies, metrics or {})
         require_possible(root)
         self._steps = StepDirectories(place_of(os.path.expanduser(root), storage_options))
         self._steps.look(self._require_root_of_steps)
@@ -146,7 +146,7 @@ class CheckpointManager:
         self._cache = CheckpointMetadataCache()
         self._handles: deque[SaveHandle] = deque()
         """The save of each request, in order."""
-        self._retention = Retention(self._steps, self._policies, self._handles)
+        self._retention = Retention(self._steps, policies, self._handles)
         self._highest: int | None = None
         """The highest step that has a directory, as all ranks know; ``None`` before the lock."""
         self._has_warned = False
@@ -282,7 +282,7 @@ class CheckpointManager:
             self._retention.own.append(handle.step)
             self._handles.remove(handle)
             handle._outcome = "committed"
-            if self._policies and coordination_for(self._group).is_coordinator:
+            if coordination_for(self._group).is_coordinator:
                 self._retention.begin()
 
     def _take_root(self, coordination: Coordination) -> int:
@@ -312,12 +312,8 @@ class CheckpointManager:
         step = require_integer("step", step, at_least=0)
         self._wait(None)
         self._take_root(coordination)
-
-        def discard() -> None:
-            self._retention.wait()
-            self._steps.look(partial(self._steps.remove_after, step))
-
-        agreed(coordination, discard)
+        agreed(coordination, self._retention.wait)
+        agreed(coordination, partial(self._steps.look, partial(self._steps.remove_after, step)))
 
     # --- waiting ------------------------------------------------------------------------------
 

@@ -79,7 +79,8 @@ class Retention:
             at_s = committed_at_s(path)
             about = read_about(path)
         except FileNotFoundError:
-            pass
+            if self._steps.committed_at_s(step) is not None:  # not removed meanwhile
+                raise
         except (DamagedCheckpointError, UntrustedMetadataError) as error:
             _log.warning("the metrics of %s cannot be read: %s", path, error)
         metrics = {} if about is None else about.metrics
@@ -91,7 +92,7 @@ class Retention:
         While another removal runs, this one is begun by the next call, or by :meth:`wait`. Only the
         last that was asked for is.
         """
-        self._next = work or self.run_pass
+        self._next = work or (self.run_pass if self._policies else None)
         self._go_on()
 
     def _go_on(self) -> None:

@@ -308,7 +308,12 @@ class RootLock:
             with self._changing, ExitStack() as opened:
                 self._fd = os.open(f"{self._root}/{LOCK_NAME}", _OPENING, 0o666)
                 opened.callback(os.close, self._fd)
-                self._require_own_file()
+                status = os.fstat(self._fd)
+                # Made by this user, or by the one who owns the root.
+                owners = os.geteuid(), os.stat(self._root).st_uid
+                is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+                if not is_plain or status.st_uid not in owners:  # it would be written into
+                    raise FileExistsError(errno.EEXIST, f"{LOCK_NAME} is the file of somebody else")
                 if self._is_locked():
                     self._held.append(self)
                     opened.pop_all()
@@ -318,14 +323,6 @@ class RootLock:
                 self._root,
                 error.strerror,
             )
-
-    def _require_own_file(self) -> None:
-        """Refuse to write into a file that may be somebody else's."""
-        status = os.fstat(self._fd)
-        is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
-        # Made by this user, or by the one who owns the root.
-        if not is_plain or status.st_uid not in (os.geteuid(), os.stat(self._root).st_uid):
-            raise FileExistsError(errno.EEXIST, f"{LOCK_NAME} is the file of somebody else")
 
     def _is_locked(self) -> bool:
         """Lock the file; false if another machine has the lock."""
