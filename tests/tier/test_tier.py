@@ -38,7 +38,7 @@ from nostall.tier import Promotion, promote
 from nostall.tier import _copying as copying
 from nostall.tier import _promotions as promotions
 from nostall.tier._copying import Copier, files_of
-from nostall.tier._local import RECORD, Committed, Directory, Record, committed_at
+from nostall.tier._local import LOCK, RECORD, Directory, Record, committed_at, is_locked
 from programs.through_tier import destination_of, save, state_of
 from support import loaded
 from support.object_store import S3Server
@@ -110,7 +110,7 @@ def copy(
     promotion: Promotion,
     destination: str,
     on_progress: Callable[[int, int], None] = lambda _nbytes, _of: None,
-    committed: Committed | None = None,
+    committed: str | None = None,
 ) -> None:
     """Promote what is in a local directory elsewhere, in this process."""
     path = Path(promotion.local_path)
@@ -457,7 +457,13 @@ def test_what_a_killed_job_has_left_is_promoted_by_the_next(tier: str, root: str
 def test_another_process_that_promotes_is_waited_for(tier: str, root: str) -> None:
     """One of a job that was killed may hang in the destination's file system for a while."""
     Path(root).write_text("nothing gets there")
+
+    def is_free() -> bool:
+        with open(f"{tier}/{LOCK}") as lock:
+            return is_locked(lock.fileno())
+
     with _started(tier, root, steps=1) as process:
+        wait_until(lambda: not is_free())
         (left,) = promote(tier, root)
         wait_until(lambda: "another process" in left.status.trouble)
         Path(root).unlink()
@@ -481,9 +487,12 @@ def _started(tier: str, root: str, *, steps: int) -> Iterator[psutil.Process]:
     command = [*loaded.python(), "-W", "ignore", program, tier, root, "0", str(steps), "wait"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        for step in range(steps):
-            assert int(process.stdout.readline()) == step
-        yield psutil.Process(process.pid)
+        try:
+            for step in range(steps):
+                assert int(process.stdout.readline()) == step
+            yield psutil.Process(process.pid)
+        finally:
+            process.kill()  # or a failure would wait for its end
 
 
 def _run_killed(tier: str, root: str, *, steps: int) -> None:

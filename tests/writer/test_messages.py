@@ -41,7 +41,7 @@ from nostall._writer.messages import (
     send,
 )
 from nostall.errors import ProtocolError
-from nostall.tier._main import Ask, News
+from nostall.tier._copying import Ask, News
 
 NO_UTF8 = os.fsdecode(b"/d\xff\xfe")
 SEAL = Seal(

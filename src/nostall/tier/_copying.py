@@ -1,39 +1,69 @@
-"""Copy one checkpoint to its destination: files first, then ``.metadata``, at one instant.
+"""The process that copies: a thread for each local root. It imports no torch.
 
-A file of a directory is copied under another name and renamed, so all hosts see it whole or not at
-all. Hosts without the metadata learn from a draft at the destination which files to bring; the
-coordinator's host leaves it there until it publishes.
+Of each checkpoint the files are copied first, then ``.metadata``, at one instant. A file of a
+directory is copied under another name and renamed, so all hosts see it whole or not at all. Hosts
+without the metadata learn from a draft at the destination which files to bring; the coordinator's
+host leaves it there until it publishes.
+
+Whatever the destination refuses is tried again after a pause, without end. The process ends with
+the trainer; the next one finds out what is there, and does the rest.
 """
 
 from __future__ import annotations
 
-import io
+import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
-from typing import Any
+from contextlib import closing, suppress
+from typing import Any, NamedTuple, TypeAlias
 
-from nostall._commit.manifest import Manifest, manifest_alone, split
+from nostall._commit.manifest import split
 from nostall._commit.publish import commit
 from nostall._model import checksum
 from nostall._model.jobs import Failure, page_aligned
 from nostall._model.names import METADATA_NAME, is_draft, is_ours_to_remove
 from nostall._model.values import WrittenFile
-from nostall._storage.places import is_address, storage_at
+from nostall._storage.places import is_address, storage_at, take_storage_options
 from nostall._storage.port import reason
 from nostall._storage.posix import replace_file
 from nostall._storage.reading import crc32_of_file, open_to_read, read_metadata
-from nostall.errors import DamagedCheckpointError
-from nostall.tier._local import Committed, Directory, Record, is_plain
+from nostall._writer.messages import Answer, Message, send
+from nostall._writer.parent import ignore_signals, make_importable, messages_from_parent, say_ready
+from nostall.errors import DamagedCheckpointError, NostallError
+from nostall.tier._local import Directory, Record, committed_at, is_locked, is_plain, names_in
 
 OLD_S = 3600.0
-"""A file that no metadata names is of no save under way if it is older."""
+"""A file that no metadata names belongs to no unfinished save if it is older."""
 DRAFT = f"{METADATA_NAME}.tmp"
-_COPY = "copy-of-"
 _FILES_AT_A_TIME = 4
 _CHUNK_NBYTES = 8 << 20
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
+
+
+Job: TypeAlias = dict[str, Any]
+"""What to promote, and how."""
+
+
+class Ask(NamedTuple):
+    """A promotion; the lock's descriptor is sent with it."""
+
+    job: Job
+
+
+class News(NamedTuple):
+    """Fields of a promotion's status that have changed."""
+
+    job: str
+    news: Job
+    is_expected: bool = False
+    """Whether a reason that it does not go on is part of every promotion, and not logged."""
 
 
 class Hopeless(Exception):
@@ -52,7 +82,8 @@ class Waiting(Exception):
 class Copier:
     """Copies files to a destination, of which ``verified`` are known to be whole.
 
-    ``on_progress`` is called with bytes that the destination has accepted, and those of all files.
+    ``on_progress`` is called with the number of bytes that the destination has accepted from this
+    copier, and that of all files.
     """
 
     def __init__(
@@ -63,14 +94,19 @@ class Copier:
         self.storage = storage_at(destination, direct=True)
         self._verified = verified
         self._on_progress = on_progress
+        self._written_nbytes = 0
 
     def bring(self, source: Directory, files: Sequence[WrittenFile]) -> None:
         """Copy those files that are not whole at the destination; raises as :func:`promote`."""
         total_nbytes = sum(file.nbytes for file in files)
 
         def bring_one(file: WrittenFile) -> None:
-            if not self.has([file]) or not self._is_whole(file):
-                self._copy(source, file, lambda nbytes: self._on_progress(nbytes, total_nbytes))
+            is_whole = self.has([file]) and (
+                file.name in self._verified
+                or crc32_of_file(self.storage, file.name, lambda _: None) == file.crc32
+            )
+            if not is_whole:
+                self._copy(source, file, total_nbytes)
             self._verified.add(file.name)
 
         self.storage.make_place()
@@ -89,38 +125,23 @@ class Copier:
         """Whether the destination has files of these names and lengths."""
         return all(self.nbytes_of(file) == file.nbytes for file in files)
 
-    def _is_whole(self, file: WrittenFile) -> bool:
-        if file.name in self._verified or file.crc32 is None:
-            return file.name in self._verified
-        return crc32_of_file(self.storage, file.name, lambda _: None) == file.crc32
-
-    def _copy(self, source: Directory, file: WrittenFile, wrote: Callable[[int], None]) -> None:
-        path, where = os.path.join(source.path, file.name), self.storage.where
-        name = file.name if is_address(where()) else _COPY + file.name
-        if name != file.name:
-            self.storage.remove([name])  # of a copy that was interrupted
-        chunk_nbytes = page_aligned(max(_CHUNK_NBYTES, self.storage.least_part(file.nbytes)))
-        memory_nbytes = min(chunk_nbytes, page_aligned(file.nbytes)) or 1
-        memory, crc32 = memoryview(mmap.mmap(-1, memory_nbytes)), 0
-        with _readable(path):
-            opened = source.open(file.name)
-        with (
-            opened as local,
-            closing(self.storage.put(name, file.nbytes, on_created=lambda _: None)) as upload,
-        ):
-            for begin in range(0, file.nbytes, memory_nbytes):
-                end = min(begin + memory_nbytes, file.nbytes)
-                if begin and name == file.name:  # a store's client may still be sending from it
-                    memory = memoryview(mmap.mmap(-1, memory_nbytes))
-                _fill(memory[: end - begin], local, path)
-                crc32 = checksum.crc32(memory[: end - begin], crc32)
-                upload.write(memory, begin, end, origin=begin)
-                wrote(end - begin)
-            if local.read(1) or file.crc32 not in (None, crc32):
-                raise Hopeless("a local file has another checksum than was committed", path)
-            upload.finish(crc32)
-        if name != file.name:
-            replace_file(where(file.name), by=where(upload.name))
+    def _copy(self, source: Directory, file: WrittenFile, total_nbytes: int) -> None:
+        storage, is_store, begin = self.storage, is_address(self.storage.where()), 0
+        name = file.name if is_store else f"copy-of-{file.name}"
+        if not is_store:
+            storage.remove([name])  # of a copy that was interrupted
+        chunk_nbytes = page_aligned(max(_CHUNK_NBYTES, storage.least_part(file.nbytes)))
+        # A store's client may still be sending from the memory.
+        pieces = _pieces(source, file, min(chunk_nbytes, page_aligned(file.nbytes)), anew=is_store)
+        with closing(storage.put(name, file.nbytes, on_created=lambda _: None)) as upload:
+            for memory, nbytes in pieces:
+                upload.write(memory, begin, begin + nbytes, origin=begin)
+                begin += nbytes
+                self._written_nbytes += nbytes
+                self._on_progress(self._written_nbytes, total_nbytes)
+            upload.finish(file.crc32)
+        if not is_store:
+            replace_file(storage.where(file.name), by=storage.where(upload.name))
 
     def content(self, name: str = METADATA_NAME) -> bytes | None:
         """A metadata file at the destination; ``None`` if it does not exist."""
@@ -131,12 +152,12 @@ class Copier:
             return read_metadata(stream, self.storage.where(name))
         return None
 
-    def clean_up(self, manifest: Manifest, replaced: set[str]) -> None:
+    def clean_up(self, files: Sequence[WrittenFile], replaced: set[str]) -> None:
         """Remove the replaced checkpoint's files, drafts, and what killed processes have left."""
         storage = self.storage
         names, now_s = storage.list(), storage.stat(METADATA_NAME).modified_s
         unused = {name for name in names if is_draft(name)}
-        for name in filter(is_ours_to_remove, {*names} - {file.name for file in manifest.files}):
+        for name in filter(is_ours_to_remove, {*names} - {file.name for file in files}):
             with suppress(OSError):
                 if name in replaced or storage.stat(name).changed_s < now_s - OLD_S:
                     unused.add(name)
@@ -144,30 +165,48 @@ class Copier:
         storage.flush()
 
 
-@contextmanager
-def _readable(path: str) -> Iterator[None]:
+def _pieces(
+    source: Directory, file: WrittenFile, memory_nbytes: int, *, anew: bool
+) -> Iterator[tuple[memoryview, int]]:
+    """The content of a local file: page-aligned memory, with the number of bytes in it.
+
+    ``anew``: each piece has memory of its own.
+    """
+    path, left_nbytes, crc32 = os.path.join(source.path, file.name), file.nbytes, 0
+    memory = memoryview(b"")
     try:
-        yield
+        with source.open(file.name) as stream:
+            while left_nbytes:
+                if anew or not memory:
+                    memory = memoryview(mmap.mmap(-1, memory_nbytes))
+                wanted = memory[:left_nbytes]
+                if stream.readinto(wanted) < len(wanted):
+                    raise Hopeless(f"a local file has only {stream.tell()} bytes", path)
+                crc32 = checksum.crc32(wanted, crc32)
+                yield memory, len(wanted)
+                left_nbytes -= len(wanted)
+            if stream.read(1) or file.crc32 not in (None, crc32):
+                raise Hopeless("a local file has another checksum than was committed", path)
     except FileNotFoundError:  # a later save may have removed it
         raise
     except OSError as error:
         raise Hopeless(f"a local file cannot be read: {reason(error)}", path) from error
 
 
-def _fill(memory: memoryview, local: Any, path: str) -> None:
-    while memory:
-        with _readable(path):
-            nbytes = local.readinto(memory)
-        if not nbytes:
-            raise Hopeless(f"a local file has only {local.tell()} bytes", path)
-        memory = memory[nbytes:]
-
-
 def files_of(content: bytes | None) -> tuple[WrittenFile, ...]:
-    """The files that a manifest names; none without a manifest, or with a name that leads away."""
-    manifest = None if content is None else manifest_alone(io.BytesIO(content))
+    """The files that metadata names; none without a manifest, or with a name that leads away."""
+    with suppress(Hopeless):
+        return _checked_files_of(content or b"", "")
+    return ()
+
+
+def _checked_files_of(content: bytes, path: str) -> tuple[WrittenFile, ...]:
+    try:
+        _, manifest = split(content, path=path)
+    except DamagedCheckpointError as error:
+        raise Hopeless(error.message, path) from error
     if manifest is None or not all(is_plain(file.name) for file in manifest.files):
-        return ()
+        raise Hopeless("the local metadata has no manifest, or names files elsewhere", path)
     return manifest.files
 
 
@@ -175,12 +214,12 @@ def promote(
     source: Directory,
     copier: Copier,
     record: Record,
-    checkpoint: Committed,
+    version: str,
     *,
     shared: bool,
     overwrite: bool,
 ) -> None:
-    """Make the destination have the checkpoint that is committed in a local directory.
+    """Make the destination have the checkpoint of a version that a local directory has.
 
     All files are in it, if ``shared``. ``overwrite``: a checkpoint at the destination may be
     replaced that is not from here.
@@ -190,49 +229,35 @@ def promote(
         Waiting: Other hosts have not brought all files, or a save replaces the local checkpoint.
         Exception: The destination refuses.
     """
+    name, path = os.path.basename(source.path), os.path.join(source.path, METADATA_NAME)
+
+    def replaceable() -> bytes | None:
+        """The metadata at the destination."""
+        there = copier.content()
+        if there not in (None, content) and not overwrite and not record.may_have_put(name, there):
+            why = "the destination has a checkpoint that was not promoted from here"
+            raise Hopeless(why, copier.storage.where(), "CheckpointExistsError")
+        return there
+
     try:
-        content, manifest = _committed(source)
-        crc32, there = checksum.crc32(content), copier.content()
-        if there != content or not copier.has(manifest.files):
-            _require_replaceable(there, record, checkpoint, copier, overwrite=overwrite)
-            _bring_all(source, copier, content, manifest.files, shared=shared)
+        with source.open(METADATA_NAME) as stream:
+            content = read_metadata(stream, path)
+        files = _checked_files_of(content, path)
+        there = replaceable()
+        if there != content or not copier.has(files):
+            _bring_all(source, copier, content, files, shared=shared)
+            there = replaceable()  # it may have taken hours
+            if not copier.has(files):
+                raise OSError(f"files vanish at the destination: {copier.storage.where()}")
     except (FileNotFoundError, Hopeless):
-        if source.version() != checkpoint[:2]:
+        if source.version() != version:
             raise Waiting("a later save replaces the local checkpoint") from None
         raise
     if there != content:
-        there = copier.content()  # it may have taken hours
-        _require_replaceable(there, record, checkpoint, copier, overwrite=overwrite)
-        before = [] if there is None else [checksum.crc32(there)]
-        record.note(checkpoint.name, "", *before, crc32)
+        record.note(name, "", there, content)
         commit(copier.storage, [content], metadata_name=METADATA_NAME, replaced_files=())
-    if not copier.has(manifest.files):
-        raise OSError(f"files vanish at the destination: {copier.storage.where()}")
-    replaced = {file.name for file in files_of(there)}
-    copier.clean_up(manifest, replaced)
-    record.note(checkpoint.name, checkpoint.version, crc32)
-
-
-def _committed(source: Directory) -> tuple[bytes, Manifest]:
-    path = os.path.join(source.path, METADATA_NAME)
-    with io.BufferedReader(source.open(METADATA_NAME)) as stream:  # type: ignore[type-var]  # a raw file
-        content = read_metadata(stream, path)
-    try:
-        _, manifest = split(content, path=path)
-    except DamagedCheckpointError as error:
-        raise Hopeless(error.message, path) from error
-    if manifest is None or not all(is_plain(file.name) for file in manifest.files):
-        raise Hopeless("the local metadata has no manifest, or names files elsewhere", path)
-    return content, manifest
-
-
-def _require_replaceable(
-    there: bytes | None, record: Record, checkpoint: Committed, copier: Copier, *, overwrite: bool
-) -> None:
-    is_ours = there is None or record.may_have_put(checkpoint.name, checksum.crc32(there))
-    if not is_ours and not overwrite:
-        why = "the destination has a checkpoint that was not promoted from here"
-        raise Hopeless(why, copier.storage.where(), "CheckpointExistsError")
+    copier.clean_up(files, {file.name for file in files_of(there)})
+    record.note(name, version, content)
 
 
 def _bring_all(
@@ -245,11 +270,141 @@ def _bring_all(
     copier.bring(source, [file for file in files if file.name in here])
     if elsewhere and copier.content(DRAFT) != content:
         copier.storage.publish(DRAFT, [content])
-    lengths = {file: copier.nbytes_of(file) for file in elsewhere}
-    for file, nbytes in lengths.items():
-        if nbytes not in (None, file.nbytes):
+    missing = []
+    for file in elsewhere:
+        nbytes = copier.nbytes_of(file)
+        if nbytes is None:
+            missing.append(file.name)
+        elif nbytes != file.nbytes:
             path = copier.storage.where(file.name)
             raise Hopeless("another host could not read a file; its log says why", path)
-    missing = [file.name for file, nbytes in lengths.items() if nbytes is None]
     if missing:
         raise Waiting(f"{len(missing)} of {len(files)} files are not there yet: {missing[0]}")
+
+
+def bring_part(
+    source: Directory, copier: Copier, files: Collection[str], *, removes_old: bool
+) -> None:
+    """Bring files of a checkpoint whose metadata another host has; returns when it is there.
+
+    It has to have ``files``, or all that are here. What it has is removed here. If ``removes_old``,
+    so is what is too old for an unfinished save, and was not drafted: it was not committed. Raises
+    as :func:`promote`.
+    """
+    here, old_s = source.shards(), time.time() - OLD_S
+    drafted = [file for file in files_of(copier.content(DRAFT)) if file.name in here]
+    try:
+        if drafted:
+            copier.bring(source, drafted)
+    except Hopeless as error:  # the coordinator's host sees that it will not come
+        copier.storage.publish(os.path.basename(error.failure.path or ""), [b""])
+        raise
+    published = {file.name for file in files_of(copier.content()) if copier.has([file])}
+    old = {name for name, at_s in here.items() if removes_old and at_s < old_s}
+    source.remove((published | old - {file.name for file in drafted}) & here.keys())
+    if not published.issuperset(files or here):
+        raise Waiting("the coordinator's host has not published it")
+
+
+def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
+    """Serve one trainer until it closes the socket or ends; arguments as of the writer process."""
+    ignore_signals(signal.SIGTERM)
+    sock = socket.socket(fileno=socket_fd)
+    say_ready(sock, parent_pid, "nostall-tier")
+    if checksums_from:
+        checksum.use_fastest_from(checksums_from)
+    sending, roots = threading.Lock(), dict[str, _Promoter]()
+
+    def tell(message: Message) -> None:
+        try:
+            with sending:
+                send(sock, message)
+        except OSError:  # the trainer is gone
+            os._exit(0)
+
+    for message, descriptors in messages_from_parent(sock, parent_pid):
+        assert isinstance(message, Ask)
+        path = message.job["root"]
+        if path not in roots:
+            make_importable(message.job["sys_path"])
+            take_storage_options(message.job["destination"], message.job["storage_options"])
+            roots[path] = _Promoter(descriptors.pop(), tell)
+            threading.Thread(target=roots[path].serve, name="nostall-tier", daemon=True).start()
+        for fd in descriptors:
+            os.close(fd)
+        roots[path].asked.put(message.job)
+    os._exit(0)  # whatever the other threads are doing
+
+
+class _Promoter:
+    def __init__(self, lock_fd: int, tell: Callable[[Message], None]) -> None:
+        self.asked: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._lock_fd = lock_fd
+        self._tell = tell
+        self._jobs: list[Job] = []
+        self._has_saved = False
+        """Whether a checkpoint that this trainer has saved was promoted."""
+
+    def serve(self) -> None:
+        """Promote forever, in the order of the commits."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            with suppress(queue.Empty):
+                self._jobs.append(self.asked.get(timeout=pause_s if self._jobs else None))
+                pause_s = _FIRST_PAUSE_S
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            for job in list(self._jobs):
+                failure = None
+                try:
+                    self._try(job)
+                except Waiting as error:
+                    self._tell(News(job["job"], {"trouble": str(error)}, is_expected=True))
+                    if not job["is_left"] or not self._has_saved:
+                        continue
+                    failure = Hopeless(str(error), job["root"]).failure  # its hosts may be gone
+                except Hopeless as error:
+                    failure = error.failure
+                except Exception as error:  # whatever the client of a store raises; it may pass
+                    is_text = isinstance(error, NostallError | OSError)
+                    trouble = str(error) if is_text else repr(error)
+                    self._tell(News(job["job"], {"trouble": trouble}))
+                    break  # the next ones wait
+                self._end(job, failure)
+                pause_s = _FIRST_PAUSE_S
+
+    def _try(self, job: Job) -> None:
+        if not is_locked(self._lock_fd):
+            raise Waiting("another process promotes from this directory")
+        root, name, files = job["root"], job["name"], job["files"]
+        if files is None:
+            if (version := committed_at(root, name)) is None:
+                raise Hopeless("the local checkpoint is gone", os.path.join(root, name))
+            if not (record := Record(root, job["destination"])).has(name, version):
+                options = {option: job[option] for option in ("shared", "overwrite")}
+                with closing(Directory(root, name)) as source:
+                    promote(source, self._copier(job), record, version, **options)
+        elif name in names_in(root):
+            with closing(Directory(root, name)) as source:
+                bring_part(source, self._copier(job), files, removes_old=self._has_saved)
+            for each in names_in(root):
+                with suppress(OSError):  # not empty
+                    path = os.path.join(root, each)
+                    if os.lstat(path).st_mtime < time.time() - OLD_S:
+                        os.rmdir(path)
+
+    def _copier(self, job: Job) -> Copier:
+        def on_progress(nbytes: int, of_nbytes: int) -> None:
+            self._tell(News(job["job"], {"nbytes": of_nbytes, "written_nbytes": nbytes}))
+
+        verified = job.setdefault("verified", set())
+        return Copier(f"{job['destination']}/{job['name']}", verified, on_progress)
+
+    def _end(self, job: Job, failure: Failure | None) -> None:
+        """Answer a job, and earlier ones of the same name: it is in their place."""
+        self._has_saved |= failure is None and not job["is_left"]
+        for each in self._jobs[: self._jobs.index(job) + 1]:
+            if each["name"] == job["name"]:
+                self._jobs.remove(each)
+                self._tell(Answer(each["job"], failure))
+        if job["shared"] and not self._jobs:  # another rank may promote, too
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)

@@ -12,13 +12,15 @@ import json
 import os
 import stat
 from contextlib import closing, suppress
-from typing import Any, BinaryIO, NamedTuple
+from io import BufferedReader
+from typing import Any
 
+from nostall._model import checksum
 from nostall._model.names import METADATA_NAME, is_ours_to_remove, is_shard_name
 from nostall._storage.posix import HeldDirectory
 from nostall._storage.posix_storage import PosixStorage
 
-RECORD, _LOCK = ".nostall-tier", ".nostall-tier.lock"
+RECORD, LOCK = ".nostall-tier", ".nostall-tier.lock"
 _MOST_RECORD_NBYTES, _MOST_PROMOTED = 1 << 20, 500
 
 
@@ -48,15 +50,15 @@ class Directory(HeldDirectory):
             self.close()
             raise OSError(errno.EPERM, "not a directory of this user", self.path)
 
-    def open(self, name: str) -> BinaryIO:
-        """A file in it, without a buffer."""
-        return open(open_own(name, self._fd), "rb", buffering=0)
+    def open(self, name: str) -> BufferedReader:
+        """A file in it."""
+        return open(open_own(name, self._fd), "rb")
 
-    def version(self) -> tuple[int, str] | None:
-        """When metadata was committed, and what identifies it; ``None`` without metadata."""
+    def version(self) -> str | None:
+        """Text that identifies the metadata, in the order of commits; ``None`` without metadata."""
         with suppress(OSError), self.open(METADATA_NAME) as stream:
             status = os.fstat(stream.fileno())
-            return status.st_mtime_ns, f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}"
+            return f"{status.st_mtime_ns:020}-{status.st_ino}-{status.st_size}"
         return None
 
     def shards(self) -> dict[str, float]:
@@ -68,33 +70,22 @@ class Directory(HeldDirectory):
         return found
 
 
-class Committed(NamedTuple):
-    """A committed checkpoint. They sort in the order of their commits."""
-
-    at_ns: int
-    version: str
-    name: str
-
-
 def names_in(root: str) -> list[str]:
     """Names in a local root that are not hidden."""
-    with suppress(FileNotFoundError):
-        return sorted(name for name in os.listdir(root) if not name.startswith("."))
-    return []
+    return sorted(name for name in os.listdir(root) if not name.startswith("."))
 
 
-def committed_at(root: str, name: str) -> Committed | None:
-    """The checkpoint that is committed in a directory of this user; ``None`` if none is."""
+def committed_at(root: str, name: str) -> str | None:
+    """Version of the checkpoint that a directory of this user holds; ``None`` without one."""
     with suppress(OSError), closing(Directory(root, name)) as directory:
-        if version := directory.version():
-            return Committed(*version, name)
+        return directory.version()
     return None
 
 
-def committed_in(root: str) -> list[Committed]:
-    """The committed checkpoints in a local root, oldest first."""
-    found = (committed_at(root, name) for name in names_in(root))
-    return sorted(each for each in found if each is not None)
+def committed_in(root: str) -> dict[str, str]:
+    """Names and versions of the committed checkpoints in a local root, oldest first."""
+    found = ((committed_at(root, name), name) for name in names_in(root))
+    return {name: version for version, name in sorted((v, name) for v, name in found if v)}
 
 
 class Record:
@@ -121,18 +112,18 @@ class Record:
         if wanted != destination:
             raise OSError(errno.EEXIST, f"it is the local directory of {wanted}", root)
 
-    def has(self, checkpoint: Committed) -> bool:
+    def has(self, name: str, version: str) -> bool:
         """Whether a checkpoint was promoted."""
-        return self._promoted.get(checkpoint.name, ("",))[0] == checkpoint.version
+        return self._promoted.get(name, ("",))[0] == version
 
-    def may_have_put(self, name: str, crc32: int) -> bool:
-        """Whether metadata with this CRC-32 may be what was published last under this name."""
-        return crc32 in self._promoted.get(name, ("", ()))[1]
+    def may_have_put(self, name: str, metadata: bytes) -> bool:
+        """Whether this metadata may be what was published last under this name."""
+        return checksum.crc32(metadata) in self._promoted.get(name, ("", ()))[1]
 
-    def note(self, name: str, version: str, *crcs: int) -> None:
-        """Record durably what was promoted, and the CRC-32 of metadata that may be published."""
+    def note(self, name: str, version: str, *metadata: bytes | None) -> None:
+        """Record durably what was promoted, and the metadata of which one may be published."""
         self._promoted.pop(name, None)
-        self._promoted[name] = version, crcs
+        self._promoted[name] = version, tuple(checksum.crc32(each) for each in metadata if each)
         self.write()
 
     def write(self) -> None:
@@ -142,19 +133,9 @@ class Record:
         PosixStorage(self._root).publish(RECORD, [json.dumps(plain).encode()])
 
 
-def opened_lock(root: str) -> int:
-    """A descriptor of the lock of a local root, which is not locked yet."""
-    return open_own(os.path.join(root, _LOCK), None, os.O_RDWR | os.O_CREAT)
-
-
 def is_locked(fd: int) -> bool:
-    """Lock the root against other processes that promote from it; whether that was possible."""
+    """Lock a root against other processes that promote from it; whether that was possible."""
     with suppress(BlockingIOError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
-
-
-def unlock(fd: int) -> None:
-    """Let other processes lock the root."""
-    fcntl.flock(fd, fcntl.LOCK_UN)

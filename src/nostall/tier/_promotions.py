@@ -7,11 +7,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from nostall._engine import default_engine
 from nostall._model.interrupts import is_done, uninterrupted
@@ -26,18 +26,14 @@ from nostall._storage.places import is_address, storage_options_of
 from nostall._writer.child import ChildProcess, bare_arguments, import_paths
 from nostall._writer.messages import Message
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
-from nostall.tier._local import Record, committed_at, committed_in, is_locked, names_in, opened_lock
-from nostall.tier._main import Ask, Job, News
-
-T = TypeVar("T")
+from nostall.tier._copying import Ask, Job, News
+from nostall.tier._local import LOCK, Record, committed_in, is_locked, names_in, open_own
 
 _log = logging.getLogger("nostall")
 
 _MOST_STARTS = 3
 """Processes that may die from one promotion before it waits for the next start of the job."""
-_OPTIONS: Job = {"overwrite": False, "is_left": False, "is_part": False, "files": ()}
-"""Whether a checkpoint that is not from here may be replaced at the destination; an earlier job has
-left it; another host has its metadata, and ``files`` are those to bring."""
+_numbers = count()
 
 
 class PromotionStatus(NamedTuple):
@@ -64,16 +60,14 @@ class PromotionStatus(NamedTuple):
 class Promotion:
     """A committed checkpoint on its way from a local disk to its destination."""
 
-    def __init__(self, root: Root, message: Job) -> None:
-        self.root = root
+    def __init__(self, message: Job) -> None:
         self.message = message
-        self.local_path = os.path.join(root.path, message["name"])
+        self.local_path = os.path.join(message["root"], message["name"])
         """The local directory."""
-        self.path = f"{root.destination}/{message['name']}"
+        self.path = f"{message['destination']}/{message['name']}"
         """The destination."""
-        self.starts = 0
         self._began_s = time.monotonic()
-        self._news: Job = {"of": 0, "nbytes": 0, "trouble": ""}
+        self._status = PromotionStatus(self.path, self.local_path, 0, 0, 0.0, "")
         self._outcome: Future[Failure | None] = Future()
 
     def __repr__(self) -> str:
@@ -93,9 +87,7 @@ class Promotion:
     @property
     def status(self) -> PromotionStatus:
         """Its progress."""
-        nbytes, written_nbytes = self._news["of"], self._news["nbytes"]
-        seconds, trouble = time.monotonic() - self._began_s, self._news["trouble"]
-        return PromotionStatus(self.path, self.local_path, nbytes, written_nbytes, seconds, trouble)
+        return self._status._replace(seconds=time.monotonic() - self._began_s)
 
     def result(self, timeout: float | None = None) -> None:
         """Return when the checkpoint, or a later one in its place, is committed at the destination.
@@ -116,12 +108,12 @@ class Promotion:
         if (failure := self.failure) is not None:
             raise error_of(RankFailed(rank=0, failure=failure))
 
-    def note(self, news: Job) -> None:
+    def note(self, news: News) -> None:
         """Record progress, or trouble; that is logged when it is new."""
-        trouble = news.get("trouble", "")
-        if trouble and trouble != self._news["trouble"] and "is_expected" not in news:
-            _log.warning("not promoted yet, trying again: path=%s: %s", self.path, trouble)
-        self._news = {**self._news, "trouble": "", **news}
+        status = self._status._replace(**{"trouble": "", **news.news})
+        if status.trouble not in ("", self._status.trouble) and not news.is_expected:
+            _log.warning("not promoted yet, trying again: path=%s: %s", self.path, status.trouble)
+        self._status = status
 
     def end(self, failure: Failure | None) -> None:
         """Record how it ended; the first end counts."""
@@ -137,37 +129,24 @@ class _Copying(ChildProcess[Failure | None]):
     kind = "copying process"
 
     def __init__(self) -> None:
-        self._asked: dict[str, Promotion] = {}
-        self._numbers = count()
         options = default_engine().options
         super().__init__(
-            bare_arguments("nostall.tier._main"),
+            bare_arguments("nostall.tier._copying"),
             cpu_priority=options.cpu_priority,
             io_priority=options.io_priority,
         )
 
-    def ask(self, promotion: Promotion) -> Future[Failure | None]:
+    def ask(self, promotion: Promotion, lock_fd: int) -> Future[Failure | None]:
         """Ask for a promotion; the future always ends."""
-        job, root = str(next(self._numbers)), promotion.root
-        self._asked[job] = promotion
-        message: Job = {
-            **promotion.message,
-            "job": job,
-            "root": root.path,
-            "destination": root.destination,
-            "shared": root.shared,
-            "storage_options": storage_options_of(root.destination),
-            "sys_path": import_paths() if is_address(root.destination) else [],
-        }
-        outcome = self._ask(job, lambda failure: failure, [(Ask(message), (root.lock_fd,))])
-        outcome.add_done_callback(lambda _: self._asked.pop(job, None))
-        return outcome
+        asked, job = (Ask(promotion.message), (lock_fd,)), promotion.message["job"]
+        return self._ask(job, lambda failure: failure, [asked], holds=promotion)
 
     def _handle_event(self, message: Message) -> None:
         if not isinstance(message, News):
             super()._handle_event(message)
-        elif (promotion := self._asked.get(message.job)) is not None:
-            promotion.note(message.news)
+        elif (waiting := self._waiting.get(message.job)) is not None:
+            assert isinstance(waiting.holds, Promotion)
+            waiting.holds.note(message)
 
 
 class Root:
@@ -179,8 +158,6 @@ class Root:
         self.shared = shared
         self.lock_fd = -1
         """Descriptor of the lock, from :meth:`start` on."""
-        self.being_saved: list[str] = []
-        """Names of directories into which saves of this process write."""
         self._promotions: list[Promotion] = []
 
     def start(self, *, even_if_locked: bool) -> None:
@@ -192,29 +169,54 @@ class Root:
             return
         os.makedirs(self.path, exist_ok=True)
         record = Record(self.path, self.destination)
-        fd = opened_lock(self.path)
+        fd = open_own(os.path.join(self.path, LOCK), None, os.O_RDWR | os.O_CREAT)
         if not self.shared and not is_locked(fd) and not even_if_locked:
             os.close(fd)
             return
         record.write()
-        left = [each.name for each in committed_in(self.path) if not record.has(each)]
+        committed = committed_in(self.path)
         self.lock_fd = fd
         _process.running()  # from Python 3.12 on, an ending interpreter starts no thread for it
-        for name in left:
-            self.begin(name, is_left=True)
+        for name, version in committed.items():
+            if not record.has(name, version):
+                self.begin(name, is_left=True)
         for name in [] if self.shared else names_in(self.path):
-            if committed_at(self.path, name) is None:
-                self.begin(name, is_left=True, is_part=True)
+            if name not in committed:
+                self.begin(name, is_left=True, files=())
 
-    def begin(self, name: str, **options: Any) -> Promotion:
-        """Promote what is committed in a directory; with :data:`_OPTIONS`. Failures come later."""
-        promotion = Promotion(self, {**_OPTIONS, **options, "name": name})
+    def begin(
+        self,
+        name: str,
+        *,
+        overwrite: bool = False,
+        is_left: bool = False,
+        files: Sequence[str] | None = None,
+    ) -> Promotion:
+        """Promote what is committed in a directory; failures come later.
+
+        ``overwrite``: a checkpoint that is not from here may be replaced at the destination.
+        ``is_left``: an earlier job has left it. ``files``: another host has its metadata, and these
+        are to be brought; empty if they are not known.
+        """
+        message: Job = {
+            "job": str(next(_numbers)),
+            "root": self.path,
+            "destination": self.destination,
+            "shared": self.shared,
+            "storage_options": storage_options_of(self.destination),
+            "sys_path": import_paths() if is_address(self.destination) else [],
+            "name": name,
+            "overwrite": overwrite,
+            "is_left": is_left,
+            "files": files,
+        }
+        promotion = Promotion(message)
         with uninterrupted():  # what is pending is submitted
-            missing = [
-                each for each in self.missing() if not each.done or each.path != promotion.path
-            ]
-            self._promotions = [*missing, promotion]
-            self._submit(promotion)
+            if files is None or not is_left:  # others may never have been committed
+                path, missing = promotion.path, self.missing()
+                kept = [each for each in missing if not each.done or each.path != path]
+                self._promotions = [*kept, promotion]
+            self._submit(promotion, _MOST_STARTS)
         return promotion
 
     def missing(self) -> list[Promotion]:
@@ -222,24 +224,22 @@ class Root:
         return [each for each in self._promotions if not each.done or each.failure is not None]
 
     def waiting(self) -> list[Promotion]:
-        """The promotions that are not over, of what is committed here."""
-        return [each for each in self._promotions if not each.done and not each.message["is_part"]]
+        """The promotions that are not over."""
+        return [each for each in self._promotions if not each.done]
 
-    def _submit(self, promotion: Promotion) -> None:
-        promotion.starts += 1
+    def _submit(self, promotion: Promotion, starts: int) -> None:
+        def settle(answered: Future[Failure | None]) -> None:
+            failure = answered.result()
+            if failure is not None and failure.kind == "WriterDiedError" and starts > 1:
+                _log.warning("promoting again: path=%s", promotion.path)
+                self._submit(promotion, starts - 1)
+            else:
+                promotion.end(failure)
+
         try:
-            outcome = _process.running().ask(promotion)
-            outcome.add_done_callback(lambda answered: self._settle(promotion, answered.result()))
+            _process.running().ask(promotion, self.lock_fd).add_done_callback(settle)
         except Exception as error:  # no process can be started; the checkpoint is committed
             promotion.end(failure_of(error, phase="promote"))
-
-    def _settle(self, promotion: Promotion, failure: Failure | None) -> None:
-        has_died = failure is not None and failure.kind == "WriterDiedError"
-        if has_died and promotion.starts < _MOST_STARTS:
-            _log.warning("promoting again: path=%s", promotion.path)
-            self._submit(promotion)
-        else:
-            promotion.end(failure)
 
 
 class _Process:
@@ -247,12 +247,12 @@ class _Process:
 
     def __init__(self) -> None:
         self.roots: dict[str, Root] = {}
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self._copying: _Copying | None = None
 
     def running(self) -> _Copying:
         """The process that copies."""
-        with self.lock:
+        with self._lock:
             if self._copying is None or not self._copying.alive:
                 self._copying = _Copying()
             return self._copying
@@ -267,7 +267,7 @@ class _Process:
         for root in self.roots.values():
             if root.lock_fd >= 0:
                 os.close(root.lock_fd)
-        self.roots, self.lock = {}, threading.Lock()
+        self.roots, self._lock = {}, threading.Lock()
 
 
 _process = _Process()
@@ -277,8 +277,7 @@ os.register_at_fork(after_in_child=lambda: close(is_fork=True))
 
 def root_at(path: str, destination: str, *, shared: bool) -> Root:
     """The local root of this process at a path; ``OptionError`` if it is another one's."""
-    with _process.lock:
-        root = _process.roots.setdefault(path, Root(path, destination, shared=shared))
+    root = _process.roots.setdefault(path, Root(path, destination, shared=shared))
     if (root.destination, root.shared) != (destination, shared):
         raise OptionError(
             f"its checkpoints belong in {root.destination}, local_staging_shared={root.shared}",
@@ -316,11 +315,11 @@ def promote(
     return tuple(root.waiting())
 
 
-def on_disk(path: str, call: Callable[[], T], *, phase: str = "plan", rank: int = 0) -> T:
-    """The result of a call; ``SaveTimeoutError`` or ``WriteError`` if the local disk refuses."""
+def on_disk(path: str, call: Callable[[], None], *, phase: str = "plan", rank: int = 0) -> None:
+    """Make a call; ``SaveTimeoutError`` or ``WriteError`` if the local disk refuses."""
     timeout_s, doing = default_engine().options.save_timeout_s, "looking at local_staging_dir"
     try:
-        return in_time(call, timeout_s=timeout_s, doing=doing, phase=phase, path=path, rank=rank)
+        in_time(call, timeout_s=timeout_s, doing=doing, phase=phase, path=path, rank=rank)
     except NostallError:
         raise
     except OSError as error:
@@ -340,8 +339,7 @@ def status() -> tuple[PromotionStatus, ...]:
 
 
 def _missing() -> list[Promotion]:
-    found = [each for root in [*_process.roots.values()] for each in root.missing()]
-    return [each for each in found if not each.message["is_left"] or not each.message["is_part"]]
+    return [each for root in [*_process.roots.values()] for each in root.missing()]
 
 
 def _finish_at_exit() -> None:

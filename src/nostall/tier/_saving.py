@@ -22,10 +22,11 @@ from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.written import WrittenItems
 from nostall._storage.destination import may_hold, must_stay
+from nostall._storage.directories import is_in_use
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
 from nostall.options import require_integer, require_switch
 from nostall.removal import remove_checkpoint
-from nostall.tier._local import Record, committed_at, committed_in, is_plain, names_in
+from nostall.tier._local import Record, committed_in, is_plain, names_in
 from nostall.tier._promotions import Promotion, Root, on_disk, root_at
 
 T = TypeVar("T")
@@ -37,9 +38,9 @@ _NO_LOCAL_DISKS = {
     *("afs", "9p", "glusterfs", "wekafs", "ocfs2", "gfs2", "pvfs2", "orangefs", "virtiofs"),
 }
 _REMOVED = ".removed-"
-_LOOK_EVERY_S = 0.02
 _SAVES_PER_AGE, _LONG_S = 2, 600.0
-"""What is older than so many times ``save_timeout_s``, or seconds, is of no save under way."""
+"""A directory older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no
+save under way."""
 
 
 def local_directory(root: str, place: str) -> str:
@@ -73,13 +74,12 @@ def local_directory(root: str, place: str) -> str:
 
 def _file_system_of(path: str) -> str:
     """The kind of file system that holds a path; empty if it is not known."""
-    place, found = f"{os.path.realpath(path)}/", ("", "")
+    place, found = f"{os.path.realpath(path)}/", {"": ""}
     with suppress(OSError, RuntimeError):
-        for each in psutil.disk_partitions(all=True):
-            mounted = each.mountpoint.rstrip("/")
-            if place.startswith(f"{mounted}/") and len(mounted) >= len(found[0]):
-                found = mounted, each.fstype
-    return found[1]
+        for each in psutil.disk_partitions(all=True):  # a later one hides an earlier one
+            if place.startswith(mounted := f"{each.mountpoint.rstrip('/')}/"):
+                found[mounted] = each.fstype
+    return found[max(found, key=len)]
 
 
 class TieredSave(RankSave):
@@ -92,6 +92,7 @@ class TieredSave(RankSave):
         self._limit = require_integer("local_staging_limit", limit, at_least=1)
         self._shared = require_switch("local_staging_shared", shared)
         self._path, self._name = os.path.split(settings.directory)
+        self._is_coordinator = False
         self.promotion: Promotion | None = None
         """On the coordinator, once the checkpoint is committed locally."""
 
@@ -126,18 +127,15 @@ class TieredSave(RankSave):
             place = settings.belongs_at
             if may_hold(place, [METADATA_NAME], rank=rank, timeout_s=timeout_s):
                 raise must_stay(place, rank)
-        root.being_saved.append(self._name)
         on_disk(self._path, lambda: self._set_old_aside(root, timeout_s), rank=rank)
+        self._is_coordinator = True
         super().make_ready()
 
     def _await_room(self, root: Root, timeout_s: float) -> None:
-        deadline_s, is_told = time.monotonic() + timeout_s, False
+        deadline_s = time.monotonic() + timeout_s
         while len(waiting := root.waiting()) >= self._limit:
             what = f"{len(waiting)} checkpoints are not at their destination: {waiting[0].status}"
-            if not is_told:
-                _log.warning("the save waits: %s", what)
-            is_told = True
-            if time.monotonic() > deadline_s:
+            if (left_s := deadline_s - time.monotonic()) <= 0:
                 raise SaveTimeoutError(
                     f"after {timeout_s:g} s, with local_staging_limit={self._limit}, {what}",
                     rank=self.settings.rank,
@@ -145,25 +143,33 @@ class TieredSave(RankSave):
                     path=waiting[0].path,
                     hint=f"they are committed in {self._path}; see to the destination",
                 )
-            time.sleep(_LOOK_EVERY_S)
+            _log.warning("the save waits: %s", what)
+            with suppress(NostallError):
+                waiting[0].result(left_s)
 
     def _set_old_aside(self, root: Root, timeout_s: float) -> None:
         """Rename what is to be removed, and remove it on a thread."""
-        record = Record(root.path, root.destination)
-        promoted = [each.name for each in committed_in(root.path) if record.has(each)]
-        old = {*promoted[:-1]} - {*root.being_saved}
+        record, committed = Record(root.path, root.destination), committed_in(root.path)
+        promoted = [name for name, version in committed.items() if record.has(name, version)]
+        old = {*promoted[:-1]}
         if not self.settings.options.overwrite:  # the destination has it no longer
             old |= {self._name} & {*promoted}
-        old_s = time.time() - _SAVES_PER_AGE * max(timeout_s, _LONG_S)
-        for name in {*names_in(root.path)} - {*root.being_saved, *promoted}:
-            is_old = os.lstat(os.path.join(root.path, name)).st_mtime < old_s
-            if self._shared and is_old and committed_at(root.path, name) is None:
-                old.add(name)
-        for name in old:
-            aside = f"{_REMOVED}{os.urandom(8).hex()}"
-            os.rename(os.path.join(root.path, name), os.path.join(root.path, aside))
+        if self._shared:
+            old_s = time.time() - _SAVES_PER_AGE * max(timeout_s, _LONG_S)
+            for name in {*names_in(root.path)} - {*committed}:
+                if os.lstat(os.path.join(root.path, name)).st_mtime < old_s:
+                    old.add(name)
+        for path in (os.path.join(root.path, name) for name in old):
+            if not is_in_use(path):
+                os.rename(path, os.path.join(root.path, f"{_REMOVED}{os.urandom(8).hex()}"))
         left = [name for name in os.listdir(root.path) if name.startswith(_REMOVED)]
-        spawn_or_run("nostall-tier", lambda: _remove(root.path, left))
+
+        def remove() -> None:
+            for name in left:
+                with suppress(NostallError):  # the next save tries again
+                    remove_checkpoint(os.path.join(root.path, name))
+
+        spawn_or_run("nostall-tier", remove)
 
     @contextmanager
     def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:
@@ -186,9 +192,8 @@ class TieredSave(RankSave):
     def _bring(self, written: RankFiles | None) -> None:
         """Have this rank's files brought, if this host will not have the metadata."""
         root, files = self._root, None if written is None else written.files
-        is_coordinator = self._name in root.being_saved
-        if files and root.lock_fd >= 0 and not self._shared and not is_coordinator:
-            root.begin(self._name, is_part=True, files=[file.name for file in files])
+        if files and root.lock_fd >= 0 and not self._shared and not self._is_coordinator:
+            root.begin(self._name, files=[file.name for file in files])
 
     def before_commit(self, written: Sequence[RankFiles | None]) -> None:
         """Refuse to commit if the files of a rank are on another disk of the same path."""
@@ -211,13 +216,5 @@ class TieredSave(RankSave):
 
     def after_commit(self) -> None:
         """Promote the checkpoint that was just committed."""
-        root, options = self._root, self.settings.options
-        self.promotion = root.begin(self._name, overwrite=options.overwrite)
-        with suppress(ValueError):
-            root.being_saved.remove(self._name)
-
-
-def _remove(root: str, names: Sequence[str]) -> None:
-    for name in names:
-        with suppress(NostallError):  # the next save tries again
-            remove_checkpoint(os.path.join(root, name))
+        overwrite = self.settings.options.overwrite
+        self.promotion = self._root.begin(self._name, overwrite=overwrite)
