@@ -1,9 +1,9 @@
 """The process that copies: a thread for each local root. It imports no torch.
 
-Of each checkpoint the files are copied first, then ``.metadata``, at one instant. A file of a
-directory is copied under another name and renamed, so all hosts see it whole or not at all. Hosts
-without the metadata learn from a draft at the destination which files to bring; the coordinator's
-host leaves it there until it publishes.
+Files are copied first, then ``.metadata`` is published, at one instant. In a directory a file is
+copied under another name and renamed, so all hosts see it whole or not at all. Hosts without the
+metadata learn from a draft at the destination which files to bring; the coordinator's host leaves
+it there until it publishes.
 
 Whatever the destination refuses is tried again after a pause, without end. The process ends with
 the trainer; the next one finds out what is there, and does the rest.
@@ -63,7 +63,7 @@ class News(NamedTuple):
     job: str
     news: Job
     is_expected: bool = False
-    """Whether a reason that it does not go on is part of every promotion, and not logged."""
+    """Whether the reason for a wait is usual, so that it is not logged."""
 
 
 class Hopeless(Exception):

@@ -55,7 +55,7 @@ class Directory(HeldDirectory):
         return open(open_own(name, self._fd), "rb")
 
     def version(self) -> str | None:
-        """Text that identifies the metadata, in the order of commits; ``None`` without metadata."""
+        """Identifies the metadata, and sorts in the order of commits; ``None`` without metadata."""
         with suppress(OSError), self.open(METADATA_NAME) as stream:
             status = os.fstat(stream.fileno())
             return f"{status.st_mtime_ns:020}-{status.st_ino}-{status.st_size}"
