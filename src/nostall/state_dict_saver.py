@@ -150,8 +150,7 @@ def _prepare_to_commit_early(
             return None
         if not split.visit.is_alone():  # of two saves to a directory, the later one has to win
             return None
-        if split.has_to_run:
-            split.require_complete()
+        save.require_complete()
         outcome = ResultsReference(token=token, files=split.prepared.files)
         return _message(save, split.written_files, outcome, session).encoded()
 

@@ -331,7 +331,7 @@ class Shard(torch.Tensor):
 
     @staticmethod
     def __new__(cls, part: torch.Tensor, offsets: tuple[int, ...], size: tuple[int, ...]) -> Shard:
-        return torch.Tensor._make_wrapper_subclass(cls, size)  # type: ignore[attr-defined,no-any-return]
+        return torch.Tensor._make_wrapper_subclass(cls, size)
 
     def __init__(self, part: torch.Tensor, offsets: tuple[int, ...], size: tuple[int, ...]) -> None:
         self.parts = {offsets: part}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 from unittest.mock import patch
 
@@ -28,8 +29,8 @@ from nostall.removal import remove_checkpoint
 from support.waiting import HangingOs, wait_until
 
 
-def before_commit(out: Path) -> dict[str, Any]:
-    """A function before the commit fails on rank 0; the next save succeeds."""
+def when_written(out: Path) -> dict[str, Any]:
+    """A function before the commit fails on rank 0; the next saves succeed, without a poll."""
 
     def fail() -> None:
         if dist.get_rank() == 0:
@@ -37,15 +38,25 @@ def before_commit(out: Path) -> dict[str, Any]:
 
     saves = Saves(remove_checkpoint)
     message = ""
-    saves.save({"weight": torch.ones(10)}, str(out / "first"), before_commit=fail)
+    saves.save({"weight": torch.ones(10)}, str(out / "first"), when_written=fail)
     try:
         saves.poll(wait=True)
     except (CheckpointException, OSError) as error:
         message = str(error)
-    saves.save({"weight": torch.ones(10)}, str(out / "second"))
+    threads = []
+    for name in ("second", "third", "fourth", "fifth"):
+        saves.poll(wait=True)
+        state = {"weight": torch.ones(10)}
+        saves.save(state, str(out / name), when_written=lambda: threads.append(current_thread()))
+    wait_until(lambda: is_complete(out / "fifth"))  # nobody polls
     saves.close()
-    names = ("first", "second")
-    return {"message": message, "committed": [name for name in names if is_complete(out / name)]}
+    names = ("first", "second", "third", "fourth", "fifth")
+    return {
+        "message": message,
+        "committed": [name for name in names if is_complete(out / name)],
+        "off the training thread": threads[-1] is not main_thread(),
+        "calls": len(threads),
+    }
 
 
 def save_directory(

@@ -349,7 +349,11 @@ def with_a_function_before(out: Path, how: str) -> dict[str, Any]:
         said.append(nostall.is_complete(path))
 
     def both(planned: Any) -> Callable[[], None]:
-        return lambda: (before(), save_state_dict_async_finalize(*planned))[1]
+        def finalize() -> None:
+            before()
+            save_state_dict_async_finalize(*planned)
+
+        return finalize
 
     if how == "apart":
         job.save(before)

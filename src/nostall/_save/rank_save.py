@@ -8,7 +8,9 @@ results and figures; nothing about a save is kept elsewhere.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -103,6 +105,11 @@ class RankSave:
         self._may_replace: bool | None = None
         self.named_plan: NamedGlobalPlan | None = None
         """On the coordinator, if ``SavePlanner`` has made or found it."""
+        self.when_written: Callable[[], None] | None = None
+        """Called once, when this rank's files are written, before the save may be committed. If it
+        raises, the save fails on all ranks."""
+        self._was_called: Future[None] | None = None
+        self._calling = threading.Lock()
 
     def __reduce__(self) -> tuple[type[RankSave], tuple[WriterSettings]]:
         """In another process, a new save: this one belongs to this process."""
@@ -323,12 +330,35 @@ class RankSave:
             if isinstance(self._state, Failed):
                 raise self._state.error
             split = self.to_schedule
-            return if_nothing if split is None else self._answer(split, ask)
+            answer = if_nothing if split is None else ask(split)
+            self._call_when_written()
         except Exception as error:  # finalising reports it to every rank
             return _torch.wrap_exception(error)
+        return answer
 
-    def _answer(self, split: SplitSave, ask: Callable[[SplitSave], T]) -> T:
-        return ask(split)
+    def require_complete(self) -> None:
+        """Wait until this rank has done its part, from any thread.
+
+        Raises:
+            Exception: It has failed.
+        """
+        if (split := self.to_schedule) is not None:
+            split.require_complete()
+        self._call_when_written()
+
+    def _call_when_written(self) -> None:
+        if self.when_written is None:
+            return
+        with self._calling:
+            if self._was_called is None:
+                self._was_called = Future()
+                try:
+                    self.when_written()
+                except Exception as error:  # raised below, for every caller
+                    self._was_called.set_exception(error)
+                else:
+                    self._was_called.set_result(None)
+        self._was_called.result()
 
     @property
     def file_names(self) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ class DirectorySaves:
             states[last],
             last,
             part=os.path.basename(last),
-            before_commit=lambda: _in_time(synced.result, path, doing="fsync", phase="fsync"),
+            when_written=lambda: _in_time(synced.result, path, doing="fsync", phase="fsync"),
             after_commit=publish,
         )
 

@@ -106,7 +106,7 @@ class Saves:
         path: str,
         *,
         part: str = "",
-        before_commit: Callable[[], None] | None = None,
+        when_written: Callable[[], None] | None = None,
         after_commit: Callable[[], None] | None = None,
     ) -> None:
         """Begin a save; tensors may be changed when this returns.
@@ -115,9 +115,9 @@ class Saves:
             state: The state dict; a new one for each save.
             path: Checkpoint directory.
             part: Name of the structure, if states of several structures take turns.
-            before_commit: Called on each rank right before the commit. If it raises on one rank,
-                the save fails on all ranks.
-            after_commit: As ``before_commit``, right after the commit.
+            when_written: Called on each rank when its files are written, before the commit, on any
+                thread. If it raises on one rank, the save fails on all ranks.
+            after_commit: Called on each rank after the commit, by a poll.
 
         Raises:
             CheckpointException: The save, or an earlier one, has failed.
@@ -131,15 +131,12 @@ class Saves:
             enable_cache=True,
             metadata_cache=self._caches[part],
         )
+        writer._rank_save.when_written = when_written
         save_fn, preload_fn, args = writer.get_save_function_and_args()
-        finalize = [
-            before_commit and together(coordination_for(None))(before_commit),
-            partial(save_state_dict_async_finalize, *planned),
-            after_commit and together(coordination_for(None))(after_commit),
-        ]
-        request = AsyncRequest(
-            save_fn, args, [each for each in finalize if each], preload_fn=preload_fn
-        )
+        finalize: list[Callable[[], None]] = [partial(save_state_dict_async_finalize, *planned)]
+        if after_commit is not None:
+            finalize.append(together(coordination_for(None))(after_commit))
+        request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
         self._queue.schedule_async_request(request)
         self._removals.save_scheduled(path)
 

@@ -169,7 +169,7 @@ class NostallModelParallelStrategy(
             if self.is_global_zero:
                 PosixStorage(path).publish(_META, [rest])
 
-        self._saves.save(state, path, before_commit=write_meta)
+        self._saves.save(state, path, when_written=write_meta)
         if not _fit_runs():
             self._saves.poll(wait=True)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 from torch.distributed.checkpoint.planner import SavePlan
@@ -19,7 +19,6 @@ from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.settings import SaveTarget, WriterSettings
-from nostall._save.split_save import SplitSave
 from nostall._save.written import WrittenItems
 from nostall._storage.destination import may_hold, must_stay
 from nostall._storage.directories import is_in_use
@@ -28,8 +27,6 @@ from nostall.options import require_integer, require_switch
 from nostall.removal import remove_checkpoint
 from nostall.tier._local import Record, committed_in, is_plain, names_in
 from nostall.tier._promotions import Promotion, Root, on_disk, root_at
-
-T = TypeVar("T")
 
 _log = logging.getLogger("nostall")
 
@@ -184,10 +181,9 @@ class TieredSave(RankSave):
         self._bring(items.written)
         return items
 
-    def _answer(self, split: SplitSave, ask: Callable[[SplitSave], T]) -> T:
-        answer = super()._answer(split, ask)
-        self._bring(split.written_files)
-        return answer
+    def _call_when_written(self) -> None:
+        super()._call_when_written()
+        self._bring(self.written_files)
 
     def _bring(self, written: RankFiles | None) -> None:
         """Have this rank's files brought, if this host will not have the metadata."""
