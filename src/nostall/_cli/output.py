@@ -73,10 +73,12 @@ def print_answer(answer: Answer, *, as_json: bool, keeps_bytes: bool) -> None:
 
 def print_error(error: Exception | str) -> None:
     """Print on one line what happened where, and the next step."""
-    text = str(error)
+    text = str(error) or "not enough memory"
     if isinstance(error, NostallError):  # a command has no rank, and needs no phase
         place = f"{error.path}: " if error.path else ""
         text = f"{place}{error.message}" + (f" ({error.hint})" if error.hint else "")
+    elif isinstance(error, UnicodeEncodeError):
+        text = f"{error.object!a:.200} cannot be printed as {error.encoding}"
     elif isinstance(error, OSError) and error.strerror and isinstance(error.filename, str):
         text = f"{error.filename}: {error.strerror}"
     print(f"nostall: {printable(' '.join(text.split()))}", file=sys.stderr)
