@@ -25,7 +25,7 @@ from nostall._commit.checking import (
 )
 from nostall._commit.committed import committed_latest_first
 from nostall._model.checksum import use_fastest
-from nostall._model.names import METADATA_NAME
+from nostall._model.names import METADATA_NAME, is_metadata_of_one_rank
 from nostall._model.reads import ReadCounter
 from nostall._storage.destination import place_of, require_possible
 from nostall._storage.places import is_address, storage_at
@@ -210,19 +210,23 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
             path=newest.path,
             hint=newest.hint,
         ) from newest
-    _require_no_metadata(place)
+    require_no_checkpoint(place)
     return None
 
 
-def _require_no_metadata(root: str) -> None:
+def require_no_checkpoint(root: str) -> None:
     """Refuse a checkpoint: a job that starts from scratch would save over it, or beside it.
+
+    It may be one of ranks that have saved alone.
 
     Raises:
         OptionError: It is one.
         ReadError: Storage does not tell.
     """
+    files = storage_at(root)
     try:
-        storage_at(root).stat(METADATA_NAME)
+        if not any(map(is_metadata_of_one_rank, files.list())):
+            files.stat(METADATA_NAME)
     except (FileNotFoundError, NotADirectoryError, ReadError):  # the last: not a regular file
         return
     except OSError as error:

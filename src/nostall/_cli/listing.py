@@ -43,7 +43,7 @@ from nostall._model.names import (
 from nostall._model.wording import counted, some
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, may_have, storage_at
-from nostall._storage.port import leaves_open, reason
+from nostall._storage.port import Stat, leaves_open, reason
 from nostall._storage.reading import open_to_read, part_as_stream
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError
 from nostall.integrity import State as Found
@@ -53,6 +53,7 @@ from nostall.integrity import verify as verification
 _ABOUT = "nostall.about"
 """The item in which a CheckpointManager describes a step; see ``nostall._manager.contents``."""
 _MOST_ABOUT_NBYTES = 1 << 20
+"""A longer description is cut off, and is no JSON then."""
 
 
 class State(str, Enum):
@@ -112,7 +113,7 @@ class Listed:
 def ls(given: Namespace) -> Answer:
     """A row per checkpoint, the oldest first."""
     root = given.root
-    found = list_checkpoints(root, links=True)
+    found = list_checkpoints(root)
     if not found:
         itself = look_at(place_of(root))
         if itself is None:
@@ -153,7 +154,6 @@ def latest(given: Namespace) -> Answer:
                 path=root,
                 hint=f"`nostall verify {committed[0]}` lists the damage of the last one",
             )
-        require_no_checkpoint(root)
         raise NotThere(f"{root}: no complete checkpoint in it{found_instead(root)}")
     return Answer({"path": found}, [found])
 
@@ -164,7 +164,8 @@ def verify(given: Namespace) -> Answer:
     paths, is_root = [path], not may_have(storage_at(path), METADATA_NAME)
     if is_root:
         left_out = State.UNFINISHED, State.PER_RANK
-        paths = [each.path for each in list_checkpoints(path) if each.state not in left_out]
+        listed = list_checkpoints(path)
+        paths = [each.path for each in listed if not each.link and each.state not in left_out]
     found = []
     for each in paths:
         with progress(f"verifying {os.path.basename(each)}") as report:
@@ -230,24 +231,18 @@ def require_there(path: str, *, directory: bool) -> None:
         raise OptionError("not a directory", path=path)
 
 
-def require_no_checkpoint(root: str) -> None:
-    """Require that a directory without checkpoints in it is not a checkpoint itself."""
-    names = storage_at(place_of(root)).list()
-    if METADATA_NAME in names or any(map(is_metadata_of_one_rank, names)):
-        raise OptionError(
-            "it is a checkpoint itself", path=root, hint="pass the directory that holds it"
-        )
-
-
-def list_checkpoints(root: str, *, links: bool = False) -> list[Listed]:
-    """The checkpoints that are subdirectories of ``root``, oldest first.
+def list_checkpoints(root: str, *, deep: bool = False) -> list[Listed]:
+    """The checkpoints that are subdirectories of ``root``, oldest first, also behind links.
 
     A subdirectory that is not a checkpoint may hold checkpoints, such as the parts
-    ``step-100/model`` and ``step-100/optimizer``. With ``links``, those directly behind symbolic
-    links are listed, too, as ``latest`` follows them.
+    ``step-100/model`` and ``step-100/optimizer``.
+
+    Args:
+        root: The directory, or an address.
+        deep: Read every byte, but for those behind links.
     """
     try:
-        paths = _directories_in(root, links=links)
+        paths = _directories_in(root)
     except OSError as error:
         raise ReadError(
             f"cannot list checkpoints: {reason(error)}",
@@ -257,41 +252,36 @@ def list_checkpoints(root: str, *, links: bool = False) -> list[Listed]:
         ) from error
     found = []
     for path in paths:
-        itself = look_at(path)
+        itself = look_at(path, deep=deep)
         if itself is not None:
             found.append(itself)
         elif not os.path.islink(path):
             with suppress(OSError):  # a file in a store, or removed meanwhile
-                parts = map(look_at, _directories_in(path))
+                parts = [look_at(inner, deep=deep) for inner in _directories_in(path)]
                 name = os.path.basename(path)
                 found += [replace(part, name=f"{name}/{part.name}") for part in parts if part]
     return sorted(found, key=lambda each: each.order)
 
 
-def _directories_in(path: str, *, links: bool = False) -> list[str]:
+def _directories_in(path: str) -> list[str]:
     if is_address(path):
         return [f"{path}/{name}" for name in storage_at(path).list() if name != METADATA_NAME]
     with os.scandir(path) as entries:
-        return [
-            entry.path
-            for entry in entries
-            if entry.is_dir(follow_symlinks=links) and entry.name != OF_FILE_SYSTEM
-        ]
+        return [each.path for each in entries if each.is_dir() and each.name != OF_FILE_SYSTEM]
 
 
-def look_at(path: str) -> Listed | None:
+def look_at(path: str, *, deep: bool = False) -> Listed | None:
     """The state of one directory; ``None`` if it is not a checkpoint's, or gone.
 
     One that this user must not look into may be a checkpoint: it is unreadable.
     """
-    files, stats, manifest = storage_at(path), {}, None
+    link = os.readlink(path) if os.path.islink(path) else None
+    files, manifest, at_s = storage_at(path), None, 0.0
     names: list[str] = []
-    shards: list[str] = []
-    at_s = 0.0
+    stats: dict[str, Stat] = {}
     try:
         names = files.list()
-        shards = list(filter(is_ours_to_remove, names))
-        if METADATA_NAME not in names and not shards:
+        if METADATA_NAME not in names and not any(map(is_ours_to_remove, names)):
             return None
         for name in names:
             with suppress(FileNotFoundError, ReadError):  # a directory, or removed meanwhile
@@ -302,7 +292,8 @@ def look_at(path: str) -> Listed | None:
         if METADATA_NAME in names:
             with open_to_read(files, METADATA_NAME) as stream:
                 manifest = manifest_alone(stream)
-            state = State.COMPLETE if why_damaged(path) is None else State.DAMAGED
+            is_whole = why_damaged(path, deep=deep and link is None) is None
+            state = State.COMPLETE if is_whole else State.DAMAGED
         elif any(map(is_metadata_of_one_rank, names)):
             state = State.PER_RANK
     except UnknownMetadataError:
@@ -318,10 +309,10 @@ def look_at(path: str) -> Listed | None:
         name=os.path.basename(path),
         state=state,
         nbytes=sum(each.nbytes for each in stats.values()),
-        files=len(shards if manifest is None else manifest.files),
+        files=len(list(filter(is_ours_to_remove, names)) if manifest is None else manifest.files),
         at_s=at_s if manifest is None else manifest.committed_at_s,
         manifest=manifest is not None,
-        link=os.readlink(path) if os.path.islink(path) else None,
+        link=link,
     )
 
 
@@ -334,19 +325,16 @@ def metrics_of(path: str) -> dict[str, float]:
     try:
         with open_to_read(files, METADATA_NAME) as stream:
             content, manifest = index_alone(stream, path=path) or (b"", None)
-        index = None
-        if manifest is not None and _ABOUT.encode() in content:
-            index = parsed_index(content, {file.name: file.nbytes for file in manifest.files})
-        if index is None or _ABOUT not in index.rows:
+        if manifest is None or _ABOUT.encode() not in content:
             return {}
+        index: Any = parsed_index(content, {file.name: file.nbytes for file in manifest.files})
         at = index.first_places[index.rows[_ABOUT]]
         with closing(files.open(index.files[index.file[at]])) as source:
             part = part_as_stream(source, index.offset[at], index.length[at])
             with zipfile.ZipFile(part) as archive:
-                (record,) = (e for e in archive.infolist() if e.filename.endswith("/data/0"))
-                is_stored = record.compress_type == zipfile.ZIP_STORED
-                is_short = is_stored and record.file_size <= _MOST_ABOUT_NBYTES
-                about: Any = json.loads(archive.read(record) if is_short else "{}")
+                (name,) = (each for each in archive.namelist() if each.endswith("/data/0"))
+                with archive.open(name) as record:
+                    about: Any = json.loads(record.read(_MOST_ABOUT_NBYTES))
         return {str(name): float(value) for name, value in about["metrics"].items()}
     except Exception:  # the bytes may be anything; the metrics are an extra
         return {}

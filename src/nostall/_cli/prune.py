@@ -7,15 +7,9 @@ import re
 from argparse import ArgumentTypeError, Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import replace
+from contextlib import suppress
 
-from nostall._cli.listing import (
-    Listed,
-    State,
-    list_checkpoints,
-    look_at,
-    require_no_checkpoint,
-)
+from nostall._cli.listing import Listed, State, list_checkpoints, look_at
 from nostall._cli.output import Answer, NotThere, Status, format_size, print_error, table
 from nostall._commit.committed import found_instead
 from nostall._manager.policies import (
@@ -28,12 +22,12 @@ from nostall._manager.policies import (
     unseen_metrics,
 )
 from nostall._model.wording import counted
+from nostall._storage.destination import place_of
 from nostall.errors import NostallError, OptionError
-from nostall.integrity import why_damaged
+from nostall.integrity import require_no_checkpoint
 from nostall.tier._local import RECORD
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_INTERVAL = re.compile(r"(\d+)([smhd])")
 _BEST = re.compile(r"(\d+):(.+?)(?::(min|max))?")
 _USAGE = (
     "write latest=3, best=2:loss, best=2:accuracy:max, every=1000 (steps) or every=6h (s, m, h or"
@@ -44,14 +38,12 @@ _USAGE = (
 def prune(given: Namespace) -> Answer:
     """Show what is kept and why, and what is removed, or would be without ``--delete``."""
     root, deletes = given.root, given.delete
-    listed = list_checkpoints(root, links=True)
+    listed = list_checkpoints(root, deep=given.deep)
     linked = {os.path.realpath(each.path) for each in listed if each.link is not None}
     checkpoints = [each for each in listed if each.link is None]
     if not checkpoints:
-        require_no_checkpoint(root)
+        require_no_checkpoint(place_of(root))
         raise NotThere(f"{root}: no checkpoint directories in it{found_instead(root)}")
-    if given.deep:
-        checkpoints = [_verified(each) for each in checkpoints]
     policies = {text: policy for group in given.keep for text, policy in group.items()}
     kept = why_kept(checkpoints, policies, linked)
     removable = [each for each in checkpoints if each.path not in kept]
@@ -84,13 +76,6 @@ def prune(given: Namespace) -> Answer:
     )
 
 
-def _verified(listed: Listed) -> Listed:
-    """The checkpoint; damaged if a byte of it is."""
-    if listed.state is State.COMPLETE and why_damaged(listed.path, deep=True) is not None:
-        return replace(listed, state=State.DAMAGED)
-    return listed
-
-
 def parse_policies(text: str) -> dict[str, Policy]:
     """Policies from ``latest=3,every=1000``, by the text of each; for argparse.
 
@@ -102,13 +87,16 @@ def parse_policies(text: str) -> dict[str, Policy]:
 
 def _policy(text: str) -> Policy:
     kind, _, value = text.partition("=")
-    interval, best = _INTERVAL.fullmatch(value), _BEST.fullmatch(value)
-    if kind == "every" and interval is not None and int(interval[1]):
-        return KeepEvery(seconds=int(interval[1]) * _UNITS_S[interval[2]])
-    if kind == "best" and best is not None and int(best[1]):
-        return KeepBest(int(best[1]), best[2], "max" if best[3] == "max" else "min")
-    if kind in ("latest", "every") and value.isascii() and value.isdecimal() and int(value):
-        return KeepLatest(int(value)) if kind == "latest" else KeepEvery(steps=int(value))
+    best = _BEST.fullmatch(value)
+    with suppress(OptionError, ValueError):  # the latter for what is no number
+        if kind == "latest":
+            return KeepLatest(int(value))
+        if kind == "best" and best is not None:
+            return KeepBest(int(best[1]), best[2], "max" if best[3] == "max" else "min")
+        if kind == "every" and value[-1:] in _UNITS_S:
+            return KeepEvery(seconds=int(value[:-1]) * _UNITS_S[value[-1]])
+        if kind == "every":
+            return KeepEvery(steps=int(value))
     raise ArgumentTypeError(f"{text!r} is not a policy; {_USAGE}")
 
 
@@ -124,10 +112,16 @@ def reasons(checkpoints: Iterable[Listed], policies: Mapping[str, Policy]) -> di
     # Of two checkpoints of one step, the later one says when the step was committed.
     in_order = sorted(checkpoints, key=lambda each: each.order)
     by_step = {each.step: each for each in in_order if each.step is not None}
+    metrics = defaultdict[int, Mapping[str, float]](dict)
+    if any(policy.reads_metrics for policy in policies.values()):
+        from nostall._manager.contents import read_about
+
+        for step, each in by_step.items():
+            with suppress(FileNotFoundError):  # removed meanwhile
+                about = read_about(each.path)
+                metrics[step] = {} if about is None else about.metrics
     records = [
-        StepRecord(
-            step=step, committed_at_s=each.at_s, metrics=_metrics_of(each.path, policies.values())
-        )
+        StepRecord(step=step, committed_at_s=each.at_s, metrics=metrics[step])
         for step, each in sorted(by_step.items())
     ]
     unseen = unseen_metrics(policies.values(), records)
@@ -144,19 +138,6 @@ def reasons(checkpoints: Iterable[Listed], policies: Mapping[str, Policy]) -> di
             if each.step in steps:
                 kept[each.path].append(text)
     return {path: ", ".join(texts) for path, texts in kept.items()}
-
-
-def _metrics_of(path: str, policies: Iterable[Policy]) -> Mapping[str, float]:
-    """The metrics of a step, if a policy reads them; unlike for ``ls``, an error raises."""
-    if not any(policy.reads_metrics for policy in policies):
-        return {}
-    from nostall._manager.contents import read_about
-
-    try:
-        about = read_about(path)
-    except FileNotFoundError:  # removed meanwhile
-        return {}
-    return {} if about is None else about.metrics
 
 
 def why_kept(
