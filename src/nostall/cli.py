@@ -145,8 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         redirect_stderr(sys.stderr or nowhere),
         warnings.catch_warnings(),
     ):
-        # torch says this as it is imported; no command needs it.
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        # torch says this as it is imported, or on each save without a process group.
+        needless = "Failed to initialize NumPy|torch.distributed is disabled"
+        warnings.filterwarnings("ignore", message=needless)
         parser = _parser()
         if not given:
             parser.print_help(sys.stderr)

@@ -113,14 +113,16 @@ def is_complete(path: str | os.PathLike[str], deep: bool = False) -> bool:
     return why_incomplete(_path_of(path), deep=deep) is None
 
 
-def why_incomplete(directory: str, *, deep: bool = False) -> str | None:
+def why_incomplete(
+    directory: str, *, deep: bool = False, progress: Callable[[int, int], object] | None = None
+) -> str | None:
     """The reason that a checkpoint is not complete; ``None`` if it is.
 
     Raises:
         UnknownMetadataError: As :func:`is_complete`.
     """
     if deep:
-        found = verify(directory)
+        found = verify(directory, progress=progress)
         if found.state is State.NOT_UNDERSTOOD:
             from nostall._commit.metadata_pickle import HINT
 
@@ -155,14 +157,16 @@ def _why_incomplete(files: Files) -> str | None:
     return None
 
 
-def why_damaged(directory: str, *, deep: bool = False) -> str | None:
+def why_damaged(
+    directory: str, *, deep: bool = False, progress: Callable[[int, int], object] | None = None
+) -> str | None:
     """The reason that a checkpoint is damaged; storage that does not answer is no reason.
 
     Raises:
         UnknownMetadataError: As :func:`is_complete`.
         ReadError: Storage does not answer, or denies access.
     """
-    why = why_incomplete(directory, deep=deep)
+    why = why_incomplete(directory, deep=deep, progress=progress)
     if why is None:
         return None
     require_answers(directory)

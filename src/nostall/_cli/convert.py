@@ -12,10 +12,8 @@ import json
 import os
 import pickle
 import tempfile
-import warnings
-import zipfile
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any
 
@@ -23,21 +21,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nostall import _torch
-from nostall._cli.items import (
-    Item,
-    open_checkpoint,
-    require_covered,
-    require_undamaged,
-)
+from nostall._cli.items import Item, open_checkpoint, require_covered, require_undamaged
 from nostall._cli.output import Answer, progress
 from nostall._model.names import METADATA_NAME, SAFETENSORS_SUFFIX, SHARD_SUFFIX
 from nostall._model.wording import counted, some
-from nostall._read.objects import reason_of, require_archive, unloadable
+from nostall._read.objects import unloadable
 from nostall._storage.places import is_address, may_have, storage_at
-from nostall._storage.posix import create_new, remove_files, replace_file, sync_directory
+from nostall._storage.posix import replace_file, sync_directory
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import (
     ChecksumMissing,
+    NoArchive,
     as_stream,
     damage_of_container,
     open_to_read,
@@ -77,20 +71,16 @@ def convert(given: Namespace) -> Answer:
     Raises:
         OptionError: The target exists, or a name promises something other than what it has or gets.
     """
-    source, target, trust, prefix = given.source, given.target, given.trust, given.prefix
-    directory = is_address(source) or os.path.isdir(source)
-    of_safetensors = _is_of_safetensors(source)
-    to_file = directory and not of_safetensors
-    to_safetensors = to_file and target.lower().endswith(SAFETENSORS_SUFFIX)
-    if not directory:  # a pipe would block, a device may have no end
-        above, name = os.path.split(source)
-        storage_at(above).stat(name)
-    elif is_address(source) and source.lower().endswith(_FILE_ENDINGS):
+    source, target = given.source, given.target
+    if is_address(source) and source.lower().endswith(_FILE_ENDINGS):
         what, hint = "only a checkpoint can be read from an object store", "copy the file to a disk"
         raise OptionError(what, path=source, hint=hint)
+    safetensors = [] if is_address(source) else _safetensors_in(source)
+    to_file = is_address(source) or (os.path.isdir(source) and not safetensors)
+    to_safetensors = to_file and target.lower().endswith(SAFETENSORS_SUFFIX)
     if bool(storage_at(target).list()) if is_address(target) else os.path.lexists(target):
         raise OptionError("the target exists", path=target, hint="remove it, or name another one")
-    if prefix and not to_safetensors:
+    if given.prefix and not to_safetensors:
         raise OptionError("--prefix is for a target that ends with .safetensors", path=target)
     if to_file and is_address(target):
         what, hint = "a file can be written to a file system only", "copy it to the store then"
@@ -103,23 +93,15 @@ def convert(given: Namespace) -> Answer:
             hint="use a name such as step-500.pt" if to_file else "name a directory",
         )
     if to_safetensors:
-        count = _to_safetensors(source, target, prefix)
+        count = _to_safetensors(source, target, given.prefix)
     elif to_file:
-        count = _to_file(source, target, trust=trust)
-    elif of_safetensors:
-        count = _from_safetensors(source, target)
+        count = _to_file(source, target, trust=given.trust)
+    elif safetensors:
+        count = _from_safetensors(safetensors, source, target)
     else:
-        count = to_checkpoint(source, target, trust=trust)
+        count = to_checkpoint(source, target, trust=given.trust)
     plain = {"source": source, "target": target, "items": count}
     return Answer(plain, [f"{source} -> {target}: {counted(count, 'item')}"])
-
-
-def _is_of_safetensors(path: str) -> bool:
-    """Whether it is named like a file of safetensors, or is a directory of such files."""
-    if not os.path.isdir(path):
-        return path.lower().endswith(SAFETENSORS_SUFFIX)
-    names = os.listdir(path)
-    return METADATA_NAME not in names and any(name.endswith(SAFETENSORS_SUFFIX) for name in names)
 
 
 # --- to a file ------------------------------------------------------------------------------------
@@ -127,51 +109,50 @@ def _is_of_safetensors(path: str) -> bool:
 
 def _to_file(source: str, target: str, *, trust: bool) -> int:
     checkpoint = open_checkpoint(source)
-    require_undamaged(source)
+    require_undamaged(source, deep=True)
     with _written_beside(target) as draft:
         flat = _loaded(checkpoint.items.values(), source, os.path.dirname(draft), trust=trust)
         state = nested(flat, checkpoint.metadata.planner_data, source)
-        try:
-            with open(draft, "wb") as file:
-                torch.save(state, file)
-        except RuntimeError as error:  # torch's, for a write that failed
-            raise WriteError(f"cannot write: {error!s:.200}", path=target) from error
+        with open(draft, "wb") as file:
+            torch.save(state, file)
     return len(flat)
 
 
 def _to_safetensors(source: str, target: str, prefix: str) -> int:
     package = _safetensors()
-    checkpoint = open_checkpoint(source)
-    items = {
+    named = {
         name.removeprefix(prefix): item
-        for name, item in checkpoint.items.items()
+        for name, item in open_checkpoint(source).items.items()
         if name.startswith(prefix)
     }
-    objects = [item.name for item in items.values() if item.shape is None]
+    objects = [item.name for item in named.values() if item.shape is None]
     what, hint = None, "choose tensors by the beginning of their names, as in --prefix model."
-    if not items:
+    if not named:
         what, hint = f"no item's name begins with {prefix!r:.100}", "`nostall inspect` lists them"
     elif objects:
         kind = f"{counted(len(objects), 'item')} of another kind: {some(objects, 3)}"
         what = f"safetensors holds tensors only; {kind}"
-    elif "" in items:
+    elif "" in named:
         what = f"an item is named {prefix!r:.100}, and nothing is left of its name"
     if what is not None:
         raise OptionError(what, path=source, hint=hint)
-    require_undamaged(source)
+    require_undamaged(source, deep=True)
     with _written_beside(target) as draft:
-        tensors = _loaded(items.values(), source, os.path.dirname(draft))
-        named = {name: tensors[item.key] for name, item in items.items()}
+        tensors = _loaded(named.values(), source, os.path.dirname(draft))
         try:
-            package.torch.save_file(named, draft, metadata={"format": "pt"})
+            package.torch.save_file(
+                {name: tensors[item.key] for name, item in named.items()},
+                draft,
+                metadata={"format": "pt"},
+            )
         except (KeyError, package.SafetensorError) as error:
-            dtypes = ", ".join(sorted({item.dtype for item in items.values()}))
+            dtypes = ", ".join(sorted({item.dtype for item in named.values()}))
             raise OptionError(
                 f"safetensors cannot hold one of the dtypes {dtypes}: {error!s:.200}",
                 path=source,
                 hint="convert to a file of torch.save, or other items with --prefix",
             ) from error
-    return len(items)
+    return len(named)
 
 
 def _loaded(
@@ -193,7 +174,7 @@ def _loaded(
 
 def _room_for(item: Item, directory: str) -> torch.Tensor:
     shape, dtype = torch.Size(item.shape or ()), getattr(torch, item.dtype)
-    nbytes = shape.numel() * torch.empty(0, dtype=dtype).element_size()
+    nbytes = shape.numel() * dtype.itemsize
     if nbytes < _LEAST_MAPPED_NBYTES:
         return torch.empty(shape, dtype=dtype)
     with tempfile.NamedTemporaryFile(dir=directory, prefix=_PREFIX) as file:
@@ -205,25 +186,26 @@ def _room_for(item: Item, directory: str) -> torch.Tensor:
 
 @contextmanager
 def _written_beside(target: str) -> Iterator[str]:
-    """The path of a new file that gets the target's name, durably, if the block succeeds."""
-    directory, name = os.path.split(os.path.abspath(target))
+    """The path of a new file that gets the target's name, durably, if the block succeeds.
+
+    Its directory is removed with all that is in it.
+    """
+    directory = os.path.dirname(os.path.abspath(target))
     try:
-        draft, descriptor = create_new(os.path.join(directory, f"{_PREFIX}{name}"))
-        try:
+        with tempfile.TemporaryDirectory(dir=directory, prefix=_PREFIX) as room:
+            draft = os.path.join(room, "draft")
             yield draft
-            os.fsync(descriptor)
+            with open(draft, "rb") as file:
+                os.fsync(file.fileno())
             replace_file(target, by=draft)
-        except BaseException:  # removed, and passed on
-            remove_files([draft])
-            raise
-        finally:
-            os.close(descriptor)
         sync_directory(directory)
     except NostallError:
         raise
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter is torch's
         raise WriteError(
-            f"cannot write: {error.strerror or error}", errno=error.errno, path=target
+            f"cannot write: {getattr(error, 'strerror', None) or error!s:.200}",
+            errno=getattr(error, "errno", None),
+            path=target,
         ) from error
 
 
@@ -251,10 +233,8 @@ def nested(flat: Mapping[Any, Any], paths: Any, where: str) -> dict[Any, Any]:
             path = (name,)
         node = root
         for key in path[:-1]:
-            node = node.setdefault(key, _Node())
-            if type(node) is not _Node:
-                raise DamagedCheckpointError(f"{name!r:.80} is inside another item", path=where)
-        if path[-1] in node:
+            node = node.setdefault(key, _Node()) if type(node) is _Node else node
+        if type(node) is not _Node or path[-1] in node:
             raise DamagedCheckpointError(f"{name!r:.80} has the place of another item", path=where)
         node[path[-1]] = value
     return {key: _plain(value) for key, value in root.items()}
@@ -276,40 +256,34 @@ def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
     if source.endswith(SHARD_SUFFIX):
         what, hint = "it is a shard file of a checkpoint", "pass the checkpoint's directory"
         raise ReadError(what, path=source, hint=hint)
-    if not zipfile.is_zipfile(source):
-        what = "it is not a file of torch.save, or is cut off"
-        raise ReadError(what, path=source, hint="save files of torch before 1.6 anew")
-    directory, name = os.path.split(os.path.abspath(source))
-    with closing(PosixFiles(directory).open(name)) as opened, suppress(ChecksumMissing):
-        damage = damage_of_container(as_stream(opened))
-        if damage is not None:
-            raise DamagedCheckpointError(f"the file is damaged: {damage}", path=source)
     try:
-        if not trust:
-            with open(source, "rb") as stream:
-                require_archive(stream)
+        with closing(PosixFiles("").open(source)) as opened, suppress(ChecksumMissing):
+            damage = damage_of_container(as_stream(opened))
+            if damage is not None:
+                raise DamagedCheckpointError(f"the file is damaged: {damage}", path=source)
+    except NoArchive as error:
+        what, hint = "it is not a file of torch.save", "save files of torch before 1.6 anew"
+        raise ReadError(what, path=source, hint=hint) from error
+    try:
+        # With mmap, torch takes no other bytes for a file of an older version.
         state = torch.load(source, map_location="cpu", weights_only=not trust, mmap=True)
-    except OSError:
-        raise
     except Exception as error:  # a pickle can raise anything
-        if not trust and isinstance(error, pickle.UnpicklingError):
-            what = f"cannot load: {reason_of(error)}"
-            raise DamagedCheckpointError(what, path=source, hint=_TRUST_HINT) from error
+        may_help = not trust and isinstance(error, pickle.UnpicklingError)
+        advice = _TRUST_HINT if may_help else None
         with open(source, "rb") as stream:
-            raise unloadable("cannot load", error, stream, path=source) from error
+            what = "cannot load"
+            raise unloadable(what, error, stream, path=source, damage_hint=advice) from error
     if not isinstance(state, Mapping):
         kind = type(state).__name__
         raise ReadError(f"it holds an object of type {kind}, not a state dict", path=source)
-    if not state:
-        raise ReadError("the state dict in it is empty", path=source)
-    return _save(state, target)
+    return _save(state, source, target)
 
 
-def _from_safetensors(source: str, target: str) -> int:
+def _from_safetensors(files: Sequence[str], source: str, target: str) -> int:
     package = _safetensors()
     state: dict[str, torch.Tensor] = {}
     with ExitStack() as opened:
-        for path in _files_of(source) if os.path.isdir(source) else [source]:
+        for path in files:
             try:
                 file = opened.enter_context(package.safe_open(path, framework="pt"))
                 parts = json.loads((file.metadata() or {}).get(_SHARDS, "{}"))
@@ -327,22 +301,30 @@ def _from_safetensors(source: str, target: str) -> int:
             if twice:
                 raise DamagedCheckpointError(f"{min(twice)!r} is in two files", path=path)
             state |= tensors
-        if not state:
-            raise ReadError("there is no tensor in it", path=source)
-        return _save(state, target)
+        return _save(state, source, target)
 
 
-def _files_of(source: str) -> list[str]:
-    """The files that a directory's index names, or all of safetensors without an index."""
-    files = PosixFiles(source)
+def _safetensors_in(source: str) -> list[str]:
+    """The file itself, or the files of a directory, which its index names; none in other sources.
+
+    Raises:
+        DamagedCheckpointError: The index is no such index, or names what is not in the directory.
+        ReadError: A file is not a regular file.
+    """
+    directory, name = (source, "") if os.path.isdir(source) else os.path.split(source)
+    listed = os.listdir(directory) if not name else [name]
+    names = {each for each in listed if each.lower().endswith(SAFETENSORS_SUFFIX)}
+    if not names or METADATA_NAME in listed:
+        return []
+    files = PosixFiles(directory)
     index = files.where(_INDEX)
-    try:
-        with open_to_read(files, _INDEX) as stream:
-            names = set(map(str, json.loads(read_metadata(stream, index))["weight_map"].values()))
-    except FileNotFoundError:
-        names = {name for name in os.listdir(source) if name.endswith(SAFETENSORS_SUFFIX)}
-    except _NOT_THAT_JSON as error:
-        raise DamagedCheckpointError(f"cannot read: {error!r:.200}", path=index) from error
+    if _INDEX in listed:
+        try:
+            with open_to_read(files, _INDEX) as stream:
+                plain = json.loads(read_metadata(stream, index))
+            names = set(map(str, plain["weight_map"].values()))
+        except _NOT_THAT_JSON as error:
+            raise DamagedCheckpointError(f"cannot read: {error!r:.200}", path=index) from error
     for name in names:
         if os.path.basename(name) != name:
             raise DamagedCheckpointError(f"{name!r:.100} leads out of it", path=index)
@@ -354,14 +336,13 @@ def _files_of(source: str) -> list[str]:
     return [files.where(name) for name in sorted(names)]
 
 
-def _save(state: Mapping[Any, Any], target: str) -> int:
+def _save(state: Mapping[Any, Any], source: str, target: str) -> int:
     """Save a state dict to a new directory, of which nothing is left if that fails."""
+    if not state:
+        raise ReadError("the state dict in it is empty", path=source)
     writer = FileSystemWriterAsync(target, overwrite=False)
     try:
-        with warnings.catch_warnings():
-            # stock's, on each save without a process group
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            saved = dcp.save(dict(state), storage_writer=writer, no_dist=True)
+        saved = dcp.save(dict(state), storage_writer=writer, no_dist=True)
     except BaseException as failed:  # passed on
         with suppress(NostallError, OSError):  # the save has failed, which is an error already
             if not may_have(storage_at(target), METADATA_NAME):  # not another process's checkpoint

@@ -36,8 +36,8 @@ from nostall._model.names import METADATA_NAME
 from nostall._model.wording import counted, some
 from nostall._storage.places import storage_at
 from nostall._storage.reading import open_to_read, read_metadata
-from nostall.errors import DamagedCheckpointError, OptionError, ReadError
-from nostall.integrity import State, verify, why_damaged
+from nostall.errors import DamagedCheckpointError, OptionError
+from nostall.integrity import why_damaged
 from nostall.loading import load
 
 _SIGNS = {"only in A": "-", "only in B": "+", "structure": "!", "values": "~"}
@@ -91,7 +91,11 @@ def inspect(given: Namespace) -> Answer:
     items = _chosen(checkpoint.items, given.name)
     if given.sort is not None:
         items.sort(key=lambda item: item.name if given.sort == "name" else -item.nbytes)
-    damage = damage_of(checkpoint.path)
+    damage = None
+    try:
+        require_undamaged(checkpoint.path, deep=False)
+    except DamagedCheckpointError as error:
+        damage = error
     manifest, metrics = checkpoint.manifest, metrics_of(checkpoint.path)
     plain = {
         "path": checkpoint.path,
@@ -144,10 +148,7 @@ def diff(given: Namespace) -> Answer:
     one, other = open_checkpoint(given.a), open_checkpoint(given.b)
     names = [item.name for item in _chosen({**one.items, **other.items}, given.name)]
     for checkpoint in (one, other):
-        if given.values:
-            require_undamaged(checkpoint.path)
-        elif (damage := damage_of(checkpoint.path)) is not None:
-            raise damage
+        require_undamaged(checkpoint.path, deep=given.values)
     found = {}
     for name in names:
         forms = [each.items[name].form for each in (one, other) if name in each.items]
@@ -277,30 +278,18 @@ def _item(key: Any, metadata: Metadata, path: str) -> Item:
     )
 
 
-def damage_of(path: str) -> DamagedCheckpointError | None:
-    """The error for files of a checkpoint of which one is missing or has another size, if any."""
-    why = why_damaged(path)
-    hint = f"`nostall verify {path}` lists all damage"
-    what = f"the checkpoint is damaged: {why}"
-    return None if why is None else DamagedCheckpointError(what, path=path, hint=hint)
-
-
-def require_undamaged(path: str) -> None:
-    """Require that every byte is as it was written, as far as there are checksums.
+def require_undamaged(path: str, *, deep: bool) -> None:
+    """Require files of the right sizes, and if ``deep`` that every byte is as it was written.
 
     What is converted gets new checksums, so damage could not be found later.
     """
-    damage = damage_of(path)
-    if damage is not None:
-        raise damage
-    with progress("verifying") as report:
-        found = verify(path, progress=report)
-    what = ", ".join(map(str, found.damages)) or found.note
-    if found.state is State.UNREADABLE:
-        hint = "try again when storage answers, and no save replaces it"
-        raise ReadError(f"the checkpoint cannot be read: {what}", path=path, hint=hint)
-    if not found.ok:
-        raise DamagedCheckpointError(f"the checkpoint is damaged: {what}", path=path)
+    why = why_damaged(path)
+    if deep and why is None:
+        with progress("verifying") as report:
+            why = why_damaged(path, deep=True, progress=report)
+    if why is not None:
+        hint = f"`nostall verify {path}` lists all damage"
+        raise DamagedCheckpointError(f"the checkpoint is damaged: {why}", path=path, hint=hint)
 
 
 def require_covered(item: Item, path: str) -> None:

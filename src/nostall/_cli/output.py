@@ -94,15 +94,11 @@ def table(columns: str, rows: Iterable[Sequence[str]]) -> list[str]:
     headings = columns.split()
     cells = [[printable(cell) for cell in row] for row in rows]
     lines = [[heading.lstrip(">") for heading in headings], *cells]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = (
-        [
-            cell.rjust(width) if heading.startswith(">") else cell.ljust(width)
-            for cell, width, heading in zip(line, widths, headings, strict=True)
-        ]
-        for line in lines
-    )
-    return ["  ".join(line).rstrip() for line in padded] if cells else []
+    formats = [
+        f"{'>' if heading.startswith('>') else '<'}{max(map(len, column))}"
+        for heading, column in zip(headings, zip(*lines, strict=True), strict=True)
+    ]
+    return ["  ".join(map(format, line, formats)).rstrip() for line in lines] if cells else []
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from nostall._manager.policies import (
 from nostall._model.wording import counted
 from nostall._storage.destination import place_of
 from nostall.errors import NostallError, OptionError
-from nostall.integrity import require_no_checkpoint
+from nostall.integrity import is_complete, require_no_checkpoint
 from nostall.tier._local import RECORD
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -184,13 +184,13 @@ def _remove(removable: Sequence[Listed], newest: Listed | None) -> list[str]:
 
     for each in removable:
         # Another process may have removed or replaced either of them meanwhile.
-        last, now = look_at(newest.path) if newest is not None else None, look_at(each.path)
-        if last is None or last.state is not State.COMPLETE:
+        if newest is None or not is_complete(newest.path):
             print_error(
                 "stopped: another process has removed or replaced the last complete checkpoint"
                 " meanwhile; run prune again for the rest"
             )
             break
+        now = look_at(each.path)
         if now is None or (now.state, now.at_s) != (each.state, each.at_s):
             continue
         try:
