@@ -6,6 +6,7 @@ Paths are looked at before the module of a command is imported, which may need t
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import warnings
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nostall._cli.listing import require_there
-from nostall._cli.output import NotThere, Status, print_answer, print_error
+from nostall._cli.output import NotThere, Status, print_error, printable
 from nostall._cli.prune import parse_policies
 from nostall._storage.destination import place_of, require_possible
 from nostall._storage.places import is_address
@@ -169,8 +170,10 @@ def _run(parsed: argparse.Namespace) -> int:
                 require_there(getattr(parsed, argument), directory=argument != "source")
         module = import_module(f"nostall._cli.{_COMMANDS[name][0]}")
         answer = getattr(module, name)(parsed)
+        lines = json.dumps(answer.plain, indent=2).split("\n") if parsed.json else answer.lines
         # A script takes what `latest` prints for a path: bytes that are not text stay.
-        print_answer(answer, as_json=parsed.json, keeps_bytes=name == "latest")
+        keeps_bytes = name == "latest"
+        sys.stdout.writelines(f"{printable(line, keeps_bytes=keeps_bytes)}\n" for line in lines)
         sys.stdout.flush()
         if answer.error is not None:
             raise answer.error

@@ -29,12 +29,16 @@ from nostall._cli.output import (
     progress,
     table,
 )
-from nostall._commit.committed import Order, committed_latest_first, found_instead
+from nostall._commit.committed import (
+    Order,
+    committed_latest_first,
+    directories_in,
+    found_instead,
+)
 from nostall._commit.index.parsing import parsed as parsed_index
 from nostall._commit.manifest import index_alone, manifest_alone
 from nostall._model.names import (
     METADATA_NAME,
-    OF_FILE_SYSTEM,
     is_metadata_of_one_rank,
     is_ours_to_remove,
     order_of_commit,
@@ -43,7 +47,7 @@ from nostall._model.names import (
 from nostall._model.wording import counted, some
 from nostall._storage.destination import place_of
 from nostall._storage.places import is_address, may_have, storage_at
-from nostall._storage.port import Stat, leaves_open, reason
+from nostall._storage.port import Stat, leaves_open
 from nostall._storage.reading import open_to_read, part_as_stream
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError
 from nostall.integrity import State as Found
@@ -241,33 +245,17 @@ def list_checkpoints(root: str, *, deep: bool = False) -> list[Listed]:
         root: The directory, or an address.
         deep: Read every byte, but for those behind links.
     """
-    try:
-        paths = _directories_in(root)
-    except OSError as error:
-        raise ReadError(
-            f"cannot list checkpoints: {reason(error)}",
-            errno=error.errno,
-            path=root,
-            hint=f"check the {'address' if is_address(root) else 'path'}, and the right to list it",
-        ) from error
     found = []
-    for path in paths:
+    for path in directories_in(root):
         itself = look_at(path, deep=deep)
         if itself is not None:
             found.append(itself)
         elif not os.path.islink(path):
             with suppress(OSError):  # a file in a store, or removed meanwhile
-                parts = [look_at(inner, deep=deep) for inner in _directories_in(path)]
+                parts = [look_at(inner, deep=deep) for inner in directories_in(path)]
                 name = os.path.basename(path)
                 found += [replace(part, name=f"{name}/{part.name}") for part in parts if part]
     return sorted(found, key=lambda each: each.order)
-
-
-def _directories_in(path: str) -> list[str]:
-    if is_address(path):
-        return [f"{path}/{name}" for name in storage_at(path).list() if name != METADATA_NAME]
-    with os.scandir(path) as entries:
-        return [each.path for each in entries if each.is_dir() and each.name != OF_FILE_SYSTEM]
 
 
 def look_at(path: str, *, deep: bool = False) -> Listed | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -60,15 +59,6 @@ def printable(text: str, *, keeps_bytes: bool = False) -> str:
         else each.encode("unicode_escape").decode()
         for each in text
     )
-
-
-def print_answer(answer: Answer, *, as_json: bool, keeps_bytes: bool) -> None:
-    """Print it; ``keeps_bytes`` as for :func:`printable`."""
-    if as_json:
-        print(json.dumps(answer.plain, indent=2))
-        return
-    for line in answer.lines:
-        print(printable(line, keeps_bytes=keeps_bytes))
 
 
 def print_error(error: Exception | str) -> None:

@@ -131,13 +131,9 @@ def reasons(checkpoints: Iterable[Listed], policies: Mapping[str, Policy]) -> di
             f"no checkpoint has a metric named {', '.join(unseen)}",
             hint=f"metrics found: {', '.join(has)}" if has else "a CheckpointManager saves metrics",
         )
-    kept: dict[str, list[str]] = defaultdict(list)
-    for text, policy in policies.items():
-        steps = policy.keeps(records)
-        for each in checkpoints:
-            if each.step in steps:
-                kept[each.path].append(text)
-    return {path: ", ".join(texts) for path, texts in kept.items()}
+    kept = {text: policy.keeps(records) for text, policy in policies.items()}
+    why = {e.path: [text for text, steps in kept.items() if e.step in steps] for e in checkpoints}
+    return {path: ", ".join(texts) for path, texts in why.items() if texts}
 
 
 def why_kept(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import inf
@@ -37,34 +38,50 @@ def committed_latest_first(root: str) -> list[str]:
     Raises:
         ReadError: ``root`` is not a directory, or cannot be read.
     """
-    if is_address(root):
-        return _committed_in_store_latest_first(root)
+    return _committed_of(directories_in(root))
+
+
+def directories_in(root: str) -> list[str]:
+    """The directories and links in ``root``; all that is below an address; none if it is absent.
+
+    Raises:
+        ReadError: ``root`` is not a directory, or cannot be read.
+    """
     try:
-        candidates = _candidates_in(root)
-    except FileNotFoundError:
-        return []
+        if is_address(root):
+            return [f"{root}/{name}" for name in storage_at(root).list() if name != METADATA_NAME]
+        with os.scandir(root) as entries:
+            found = [each for each in entries if each.is_symlink() or each.is_dir()]
+        return [each.path for each in found if each.name != OF_FILE_SYSTEM]
     except OSError as error:
-        if isinstance(error, NotADirectoryError) and not os.path.lexists(root):
-            return []  # it is a directory above that is a file
-        raise ReadError(
-            f"cannot list checkpoints: {reason(error)}",
-            errno=error.errno,
-            phase="read",
-            path=root,
-            hint="pass the parent directory of the checkpoint directories",
-        ) from error
-    return [path for _, path in sorted(candidates, reverse=True)]
+        hint = "check the address, and the rights to list it"
+        if not is_address(root):
+            hint = "pass the parent directory of the checkpoint directories"
+            # If only the latter is not there, it is a directory above that is a file.
+            is_above = isinstance(error, NotADirectoryError) and not os.path.lexists(root)
+            if is_above or isinstance(error, FileNotFoundError):
+                return []
+        what = f"cannot list checkpoints: {reason(error)}"
+        raise ReadError(what, errno=error.errno, phase="read", path=root, hint=hint) from error
 
 
-def _candidates_in(directory: str) -> list[tuple[Order, str]]:
-    candidates = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            if entry.name != OF_FILE_SYSTEM and _may_be_file(f"{entry.path}/{METADATA_NAME}"):
-                at_s = _committed_at_s(entry.path)
-                order = order_of_commit(entry.path, at_s, is_link=entry.is_symlink())
-                candidates.append((order, entry.path))
-    return candidates
+def _committed_of(paths: Iterable[str]) -> list[str]:
+    """The directories with a metadata file, last committed first."""
+    with ThreadPoolExecutor(_THREADS, "nostall-latest") as pool:  # in a store, each takes requests
+        found = [each for each in pool.map(_candidate, paths) if each is not None]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def _candidate(path: str) -> tuple[Order, str] | None:
+    """A directory with its place in the order; ``None`` if it has no metadata file."""
+    if is_address(path):
+        has_metadata = may_have(storage_at(path), METADATA_NAME)
+    else:
+        has_metadata = _may_be_file(f"{path}/{METADATA_NAME}")
+    if not has_metadata:
+        return None
+    at_s = _committed_at_s(path) or inf  # unknown: looked at first, so that it is named
+    return order_of_commit(path, at_s, is_link=os.path.islink(path)), path
 
 
 def found_instead(path: str) -> str:
@@ -82,36 +99,12 @@ def found_instead(path: str) -> str:
             return ""
         below = committed_latest_first(path)
         if not below and not is_address(path):
-            inner = [f"{path}/{name}" for name in names if os.path.isdir(f"{path}/{name}")]
-            deeper = [each for directory in inner for each in _candidates_in(directory)]
-            below = [found for _, found in sorted(deeper, reverse=True)]
+            inner = filter(os.path.isdir, directories_in(path))
+            below = _committed_of(each for outer in inner for each in directories_in(outer))
         if below:
             shown = [os.path.relpath(each, path) for each in below]
             return f"; below it, the newest first: {some(shown, _SHOWN)}"
     return ""
-
-
-def _committed_in_store_latest_first(root: str) -> list[str]:
-    def candidate(name: str) -> tuple[Order, str] | None:
-        place = f"{root}/{name}"
-        if not may_have(storage_at(place), METADATA_NAME):
-            return None
-        at_s = _committed_at_s(place) or inf  # unknown: looked at first, so that it is named
-        return order_of_commit(place, at_s, is_link=False), place
-
-    try:
-        names = storage_at(root).list()
-    except OSError as error:
-        raise ReadError(
-            f"cannot list checkpoints: {reason(error)}",
-            errno=error.errno,
-            phase="read",
-            path=root,
-            hint="check the address, and the rights to list it",
-        ) from error
-    with ThreadPoolExecutor(_THREADS, "nostall-latest") as pool:  # each takes two requests
-        found = [each for each in pool.map(candidate, names) if each is not None]
-    return [place for _, place in sorted(found, reverse=True)]
 
 
 def _may_be_file(path: str) -> bool:
