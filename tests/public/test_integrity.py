@@ -762,6 +762,10 @@ def test_a_root_that_is_a_checkpoint_itself_is_refused(tmp_path: Path) -> None:
         nostall.latest_complete(tmp_path)
     dcp.save({"weight": torch.ones(3)}, storage_writer=FileSystemWriterAsync(tmp_path / "step-1"))
     assert nostall.latest_complete(tmp_path) == str(tmp_path / "step-1")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "__0.metadata").touch()  # of a rank with use_collectives=False
+    with pytest.raises(OptionError, match="it is a checkpoint itself"):
+        nostall.latest_complete(tmp_path / "alone")
 
 
 def test_a_root_that_storage_does_not_tell_about_is_no_checkpoint(tmp_path: Path) -> None:

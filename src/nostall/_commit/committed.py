@@ -54,15 +54,20 @@ def directories_in(root: str) -> list[str]:
             found = [each for each in entries if each.is_symlink() or each.is_dir()]
         return [each.path for each in found if each.name != OF_FILE_SYSTEM]
     except OSError as error:
-        hint = "check the address, and the rights to list it"
-        if not is_address(root):
-            hint = "pass the parent directory of the checkpoint directories"
-            # If only the latter is not there, it is a directory above that is a file.
-            is_above = isinstance(error, NotADirectoryError) and not os.path.lexists(root)
-            if is_above or isinstance(error, FileNotFoundError):
-                return []
-        what = f"cannot list checkpoints: {reason(error)}"
-        raise ReadError(what, errno=error.errno, phase="read", path=root, hint=hint) from error
+        is_file = isinstance(error, NotADirectoryError)
+        # If there is no such file either, it is a directory above that is one.
+        is_absent = isinstance(error, FileNotFoundError) or (is_file and not os.path.lexists(root))
+        if is_absent and not is_address(root):
+            return []
+        raise ReadError(
+            f"cannot list checkpoints: {reason(error)}",
+            errno=error.errno,
+            phase="read",
+            path=root,
+            hint="pass the parent directory of the checkpoint directories"
+            if is_file
+            else "check it, and the right to list it",
+        ) from error
 
 
 def _committed_of(paths: Iterable[str]) -> list[str]:
