@@ -336,7 +336,7 @@ def recipes(session: nox.Session, framework: str) -> None:
 
 @nox.session
 def megatron(session: nox.Session) -> None:
-    """Save with Megatron-core; arguments after `--` go to pytest, `measure` compares the cost."""
+    """Save with Megatron-core; arguments go to pytest, `measure` and `callers` compare the cost."""
     install_package(session, "megatron")
     for version, needed in MEGATRON.items():
         if needed:
@@ -349,7 +349,9 @@ def megatron(session: nox.Session) -> None:
         if not folder.exists():
             session.install("-q", *only, "--target", str(folder), *wanted)
         session.env["PYTHONPATH"] = str(folder)
-        if session.posargs != ["measure"]:
+        if session.posargs == ["callers"]:
+            session.run("python", "-W", "ignore", "-m", "benchmarks", "callers")
+        elif session.posargs != ["measure"]:
             session.run("pytest", "tests/integrations/test_megatron.py", *session.posargs)
         elif version != OLDEST_MEGATRON:  # its saves cannot be compared in one process
             ranks = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")

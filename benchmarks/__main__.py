@@ -1,4 +1,4 @@
-"""``python -m benchmarks saves|loads|restart|ranks``."""
+"""``python -m benchmarks saves|loads|restart|ranks|callers``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,21 @@ from typing import Any
 
 import psutil
 
-from benchmarks import loads, ranks, restart, saves
+from benchmarks import callers, loads, ranks, restart, saves
 from benchmarks.contenders import all_contenders
 from benchmarks.group import Group, is_launched, joined, launch, working_directory
 from benchmarks.machine import facts, versions
 from benchmarks.report import Report, rendered
 from benchmarks.workloads import DEFAULT_MIB, SHAPES, make_workload
 
-_MODULES = {"saves": saves, "loads": loads, "restart": restart, "ranks": ranks}
+_MODULES = {
+    "saves": saves,
+    "loads": loads,
+    "restart": restart,
+    "ranks": ranks,
+    "callers": callers,
+}
+_WITHOUT_A_SHAPE = ("ranks", "callers")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _require_room(given: argparse.Namespace, contenders: int) -> None:
-    if given.kind == "ranks":
+    if given.kind in _WITHOUT_A_SHAPE:
         return
     copies = {"saves": 3 + contenders, "loads": 5, "restart": 4}[given.kind]
     wanted = copies * _nbytes(given) * getattr(given, "ranks", 1)
@@ -73,10 +80,11 @@ def _parser() -> argparse.ArgumentParser:
         ("loads", "load one, from a warm and from a cold page cache"),
         ("restart", "fresh processes, from their start to their first save"),
         ("ranks", "what a save of many ranks costs its coordinator, simulated"),
+        ("callers", "what a save costs the training thread, for several kinds of callers"),
     ):
         added[kind] = kinds.add_parser(kind, help=text, description=text, allow_abbrev=False)
         add = added[kind].add_argument
-        if kind != "ranks":
+        if kind not in _WITHOUT_A_SHAPE:
             add("--shape", choices=SHAPES, default="large", help="default: %(default)s")
             add("--mib", type=float, help=f"size per rank; default: {DEFAULT_MIB}")
         add("--rounds", type=int, default=7, help="default: %(default)s")
@@ -89,6 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     add = added["ranks"].add_argument
     add("--ranks", type=int, default=1024, help="default: %(default)s")
     add("--items", type=int, default=100, help="unique shards of each; default: %(default)s")
+    add = added["callers"].add_argument
+    add("--tensors", type=int, default=5000, help="default: %(default)s")
     return parser
 
 
@@ -106,6 +116,8 @@ def _chosen(given: argparse.Namespace) -> list[Any]:
             everybody = loads.load_contenders()
         case "restart":
             everybody = restart.ways()
+        case "callers":
+            everybody = callers.callers()
         case _:
             everybody = ranks.WAYS
     names = [each.name for each in everybody]
@@ -122,6 +134,8 @@ def _measured(
     if given.kind == "ranks":
         state = ranks.ShardedState(ranks=given.ranks, items=given.items)
         return ranks.measure_ranks(state, directory, chosen, rounds=given.rounds)
+    if given.kind == "callers":
+        return callers.measure_callers(given.tensors, directory, chosen, rounds=given.rounds)
     nbytes = _nbytes(given)
     if given.kind == "restart":
         return restart.measure_restarts(given.shape, nbytes, directory, chosen, rounds=given.rounds)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -201,3 +202,21 @@ def test_the_steady_state_does_not_depend_on_items() -> None:
         growth = many[name]["samples"]["up_nbytes"][0] / row["samples"]["up_nbytes"][0]
         is_short = name.startswith("nostall") and name.endswith("later")
         assert (growth < 1.1) if is_short else (growth > 6), name
+
+
+def test_every_caller_is_measured_in_the_steady_state() -> None:
+    """Planning, commit and poll apart; frameworks that are not installed are named."""
+    options = ["--tensors", "20", "--rounds", "2", "--json", "found.json"]
+    assert main(["callers", *options]) == 0
+    _, contenders = stored()
+    *others, megatron = contenders.values()
+    assert len(others) == 3
+    for row in others:
+        assert row["status"] == "in", row["why"]
+        assert {name: len(each) for name, each in row["samples"].items()} == {
+            "plan_s": 2,
+            "commit_s": 2,
+            "poll_s": 2,
+        }
+    is_there = find_spec("megatron") is not None
+    assert megatron["status"] == ("in" if is_there else "not available"), megatron["why"]
