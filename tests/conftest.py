@@ -6,7 +6,9 @@ import gc
 import importlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import pytest
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,6 +18,7 @@ from nostall.core import AsyncCallsQueue
 from support import loaded
 from support.object_store import SERVERS, S3Server, s3_server
 from support.processes import command_of, descendants
+from support.ranks import Program, RanksFailed, run_in_turn
 
 LONGEST = {"test_early_commit.py", "test_s3.py"}
 """Files that take more than a minute, besides the programs in ``stress``."""
@@ -76,6 +79,40 @@ def queue() -> Iterator[AsyncCallsQueue]:
     except CheckpointException as error:
         # It is no Exception: pytest would undo nothing else of this test, and fail every later one.
         raise AssertionError(f"a save of this test failed: {error}") from error
+
+
+@pytest.fixture(scope="module")
+def found_in_turn(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Program], list[Any] | RanksFailed]:
+    """Runs all programs for one number of ranks that chosen tests of this file ask for, once."""
+    here = [item for item in request.session.items if item.path == request.path]
+    calls = [
+        item.callspec
+        for item in here
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]
+    asked = {call.params.get("found") for call in calls}
+    programs = sorted(each for each in asked if isinstance(each, Program))
+
+    @cache
+    def run(ranks: int) -> dict[Program, list[Any] | RanksFailed]:
+        chosen = [each for each in programs if each.ranks == ranks]
+        return run_in_turn(chosen, tmp_path_factory.mktemp(f"on-{ranks}-ranks"))
+
+    return lambda program: run(program.ranks)[program]
+
+
+@pytest.fixture
+def found(
+    request: pytest.FixtureRequest,
+    found_in_turn: Callable[[Program], list[Any] | RanksFailed],
+) -> list[Any]:
+    """What a program has returned on each rank, see ``support.ranks.on_ranks``."""
+    results = found_in_turn(request.param)
+    if isinstance(results, RanksFailed):
+        raise results
+    return results
 
 
 @pytest.fixture

@@ -54,6 +54,9 @@ WARM = 3
 """After so many saves the coordinator has all results, and nothing is planned."""
 
 
+_real_store = _torch.default_store
+
+
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -173,8 +176,13 @@ def store_operations() -> Iterator[Counter[str]]:
     store = _torch.default_store()
     assert store is not None
     counting = store if isinstance(store, _CountingStore) else _CountingStore(store)
+    real = _real_store()
+
+    def of_this_group() -> Any:
+        return counting if _real_store() is real else _real_store()
+
     # Also after the block: records belong to the store in which they were made.
-    _torch.default_store = lambda: counting  # type: ignore[assignment,return-value]  # a stand-in
+    _torch.default_store = of_this_group
     counting.seen = Counter()
     try:
         yield counting.seen
@@ -182,15 +190,16 @@ def store_operations() -> Iterator[Counter[str]]:
         counting.seen = Counter()
 
 
-_met: Counter[str] = Counter()
+_met: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def barrier(name: str) -> None:
     """All ranks meet, without a collective."""
     store = dist.distributed_c10d._get_default_store()
-    _met[name] += dist.get_world_size()
+    met = _met.setdefault(store, Counter())
+    met[name] += dist.get_world_size()
     store.add(name, 1)
-    wait_until(lambda: store.add(name, 0) >= _met[name])
+    wait_until(lambda: store.add(name, 0) >= met[name])
 
 
 def early_of(save: SplitSave | None) -> EarlyCommit:
@@ -570,12 +579,16 @@ def killed_between(out: Path, place: str, point: str, *victims: str) -> None:
     barrier("killed")
 
 
-def starts_again(out: Path, place: str) -> list[float]:
-    """One save by the next job; what is there then."""
-    job = Job(out / "next")
-    job.save(to=f"../{place}")
-    job.poll()
-    return job.values(f"../{place}")
+def starts_again(out: Path, *places: str) -> list[list[float]]:
+    """One save to each place, by a job of its own; what is there then."""
+    found = []
+    for number, place in enumerate(places):
+        job = Job(out / f"{number}")
+        job.save(to=f"../{place}")
+        job.poll()
+        found.append(job.values(f"../{place}"))
+        barrier(f"loaded {number}")
+    return found
 
 
 def with_functions_on_one_rank(out: Path) -> dict[str, Any]:
@@ -819,7 +832,7 @@ def without_its_process_group(out: Path, then: str) -> bool:
 
     Args:
         out: Where the saves are.
-        then: ``wait``, or what happens in another group: ``give up``, ``wait there``, or
+        then: ``wait``, or what happens in another group: ``give-up``, ``wait-there``, or
             ``swap``, to wait in a group whose ranks have another order.
     """
     dist.destroy_process_group()
@@ -831,7 +844,7 @@ def without_its_process_group(out: Path, then: str) -> bool:
     dist.destroy_process_group()
     if then != "wait":
         _initialise(out / "store 1", is_swapped=then == "swap")
-    if then == "give up":
+    if then == "give-up":
         job.queue.close(abort=True)
     else:
         job.queue.wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -15,45 +16,42 @@ import nostall
 from nostall._model.values import SaveId
 from nostall._save.metadata_cache import CheckpointMetadataCache, Counted
 from programs.early import WARM, Job, early_of
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 from support.waiting import wait_until
 
 
-@pytest.mark.parametrize(
-    ("ranks", "program"),
-    [
-        (2, "early:steady"),
-        (4, "early:steady"),
-        *((2, f"early:{how}") for how in ("own_planner", "vouched_planner", "closure")),
-    ],
+@on_ranks(
+    *(f"early:{how}" for how in ("steady", "own_planner", "vouched_planner", "closure")),
+    ranks=(2, 4),
 )
-def test_a_save_is_committed_though_nobody_polls(tmp_path: Path, ranks: int, program: str) -> None:
+def test_a_save_is_committed_though_nobody_polls(found: list[Any]) -> None:
     """One poll asks, the next one has the answer; training communicates in no other way."""
-    for rank, found in enumerate(run_ranks(ranks, program, tmp_path)):
-        assert found["whole"] == [True] * (WARM + 4)
-        assert found["collectives before"] == {}
-        assert found["polls"] == 2
-        assert found["collectives"] == {"all_reduce": 1}  # of the first poll
+    for rank, each in enumerate(found):
+        assert each["whole"] == [True] * (WARM + 4)
+        assert each["collectives before"] == {}
+        assert each["polls"] == 2
+        assert each["collectives"] == {"all_reduce": 1}  # of the first poll
         announced, mine = 1, 1
         expected = {"set": announced + mine}
         if rank == 0:
             expected |= {"compare_set": 1, "multi_get": 1}
-        assert found["store"] == expected
-        assert found["removed later"] == 3
+        assert each["store"] == expected
+        assert each["removed later"] == 3
 
 
-def test_a_slow_rank_costs_the_others_no_more(tmp_path: Path) -> None:
+@on_ranks("early:one_rank_is_slow", ranks=4)
+def test_a_slow_rank_costs_the_others_no_more(found: list[Any]) -> None:
     """They poll meanwhile, at a reduction each, and use the store as often as for any save."""
-    for rank, found in enumerate(run_ranks(4, "early:one_rank_is_slow", tmp_path)):
-        assert found["finalised"] == [[]] * 5
-        assert found["early"] is False
-        assert found["whole"] is True
-        assert set(found["collectives"]) == {"all_reduce"}
-        assert found["collectives"]["all_reduce"] <= found["polls"]
+    for rank, each in enumerate(found):
+        assert each["finalised"] == [[]] * 5
+        assert each["early"] is False
+        assert each["whole"] is True
+        assert set(each["collectives"]) == {"all_reduce"}
+        assert each["collectives"]["all_reduce"] <= each["polls"]
         expected = {"set": 2}
         if rank == 0:
             expected |= {"compare_set": 1, "multi_get": 1}
-        assert found["store"] == expected
+        assert each["store"] == expected
 
 
 def test_a_dead_rank_costs_the_others_one_reduction(tmp_path: Path) -> None:
@@ -69,66 +67,75 @@ def test_a_dead_rank_costs_the_others_one_reduction(tmp_path: Path) -> None:
         assert each["whole"] == [True] * WARM + [False]
 
 
-def test_saves_of_other_structures_are_committed_together(tmp_path: Path) -> None:
+@on_ranks("early:planned_first")
+def test_saves_of_other_structures_are_committed_together(found: list[Any]) -> None:
     """Also if one rank's structure has changed without the others' knowledge."""
-    for found in run_ranks(2, "early:planned_first", tmp_path):
-        assert found["whole"] == [True] * (WARM + 2)
-        assert found["changed"]["collectives"]["broadcast"] == 1
-        assert set(found["changed"]["store"]) <= {"set", "check"}
+    for each in found:
+        assert each["whole"] == [True] * (WARM + 2)
+        assert each["changed"]["collectives"]["broadcast"] == 1
+        assert set(each["changed"]["store"]) <= {"set", "check"}
 
 
-@pytest.mark.parametrize("how", ["apart", "in one"])
-def test_finalize_functions_before_the_commit_run_before_it(tmp_path: Path, how: str) -> None:
+@on_ranks("early:with_a_function_before apart", "early:with_a_function_before together")
+def test_finalize_functions_before_the_commit_run_before_it(found: list[Any]) -> None:
     """They may write what belongs to the checkpoint."""
-    for found in run_ranks(2, "early:with_a_function_before", tmp_path, how):
-        assert found == {"complete before": [False], "whole": True}
+    for each in found:
+        assert each == {"complete before": [False], "whole": True}
 
 
-def test_a_rank_that_gives_up_before_the_commit_prevents_it(tmp_path: Path) -> None:
+@on_ranks("early:given_up_before")
+def test_a_rank_that_gives_up_before_the_commit_prevents_it(found: list[Any]) -> None:
     """Nothing of the save is left on any rank, and the next one is whole."""
-    for found in run_ranks(2, "early:given_up_before", tmp_path):
-        assert found["complete"] is False
-        assert found["files"] == []
-        assert found["whole"] is True
+    for each in found:
+        assert each["complete"] is False
+        assert each["files"] == []
+        assert each["whole"] is True
 
 
-def test_a_rank_that_gives_up_too_late_leaves_its_files(tmp_path: Path) -> None:
+@on_ranks("early:given_up_too_late")
+def test_a_rank_that_gives_up_too_late_leaves_its_files(found: list[Any]) -> None:
     """They belong to a checkpoint."""
-    for found in run_ranks(2, "early:given_up_too_late", tmp_path):
-        assert found == {"whole": True, "files": 3}
+    for each in found:
+        assert each == {"whole": True, "files": 3}
 
 
-@pytest.mark.parametrize("how", ["polling", "waiting"])
-@pytest.mark.parametrize("program", ["refused", "failed_on_one_rank"])
-def test_a_failure_is_raised_on_all_ranks(tmp_path: Path, program: str, how: str) -> None:
+@on_ranks(
+    "early:refused polling",
+    "early:refused waiting",
+    "early:failed_on_one_rank polling",
+    "early:failed_on_one_rank waiting",
+)
+def test_a_failure_is_raised_on_all_ranks(found: list[Any]) -> None:
     """With its cause; nothing of the save is left, and the next one is whole."""
-    for found in run_ranks(2, f"early:{program}", tmp_path, how):
-        assert os.strerror(errno.ENOSPC) in found["error"]
-        assert found["files"] == []
-        assert found["whole"] is True
+    for each in found:
+        assert os.strerror(errno.ENOSPC) in each["error"]
+        assert each["files"] == []
+        assert each["whole"] is True
 
 
-def test_ranks_that_count_differently_commit_together(tmp_path: Path) -> None:
+@on_ranks("early:without_a_common_count")
+def test_ranks_that_count_differently_commit_together(found: list[Any]) -> None:
     """And plan together, so that the saves after that are committed early again."""
-    for found in run_ranks(2, "early:without_a_common_count", tmp_path):
-        assert found["whole"] == [True] * (WARM + 6)
-        assert found["again"] == {}
+    for each in found:
+        assert each["whole"] == [True] * (WARM + 6)
+        assert each["again"] == {}
 
 
-@pytest.mark.parametrize("how", ["scheduled", "planned", "interrupted"])
-def test_values_of_two_saves_do_not_become_one_checkpoint(tmp_path: Path, how: str) -> None:
+@on_ranks(*(f"early:given_up_alone {how}" for how in ("scheduled", "planned", "interrupted")))
+def test_values_of_two_saves_do_not_become_one_checkpoint(found: list[Any]) -> None:
     """One rank has given one up alone. The next save of all ranks is whole."""
-    for found in run_ranks(2, "early:given_up_alone", tmp_path, how):
-        assert "ranks finalise 2 different saves to this directory" in found["error"]
-        assert "give a save up on all ranks" in found["error"]
-        assert not found["is there"]
-        assert found["values"] == [WARM + 2] * 2
+    for each in found:
+        assert "ranks finalise 2 different saves to this directory" in each["error"]
+        assert "give a save up on all ranks" in each["error"]
+        assert not each["is there"]
+        assert each["values"] == [WARM + 2] * 2
 
 
-def test_saves_that_all_ranks_give_up_cost_no_other(tmp_path: Path) -> None:
+@on_ranks("early:given_up_by_all")
+def test_saves_that_all_ranks_give_up_cost_no_other(found: list[Any]) -> None:
     """Though each does at a time of its own."""
-    for found in run_ranks(2, "early:given_up_by_all", tmp_path):
-        assert found == {"values": [WARM + 2] * 2}
+    for each in found:
+        assert each == {"values": [WARM + 2] * 2}
 
 
 def test_ranks_count_anew_before_they_count_too_many_directories() -> None:
@@ -143,10 +150,11 @@ def test_ranks_count_anew_before_they_count_too_many_directories() -> None:
     assert cache.count("a") == Counted(SaveId(6, 1), SaveId(6, 1))
 
 
-def test_without_the_store_saves_are_committed_together(tmp_path: Path) -> None:
+@on_ranks("early:without_a_store")
+def test_without_the_store_saves_are_committed_together(found: list[Any]) -> None:
     """It is gone for one of the ranks."""
-    for found in run_ranks(2, "early:without_a_store", tmp_path):
-        assert found["whole"] == [True] * (WARM + 2)
+    for each in found:
+        assert each["whole"] == [True] * (WARM + 2)
 
 
 @pytest.mark.parametrize("point", ["commit", "publish"])
@@ -157,32 +165,65 @@ def test_a_coordinator_that_is_killed_leaves_what_was_committed(tmp_path: Path, 
     assert not nostall.is_complete(tmp_path / f"{WARM}")
 
 
-@pytest.mark.parametrize(
-    ("place", "point", "victims"),
-    [
-        ("over", "publish", ["trainer"]),
-        ("over", "commit", ["writer"]),
-        ("over", "commit", ["trainer", "writer"]),
-        ("new", "commit", ["trainer"]),
-        ("new", "publish", ["writer"]),
-        ("new", "publish", ["trainer", "writer"]),
-    ],
-)
+class Killed(NamedTuple):
+    """A save to a directory, ``over`` a checkpoint or ``new``, and who is killed where."""
+
+    place: str
+    point: str
+    victims: tuple[str, ...]
+
+
+class Left(NamedTuple):
+    """What a killed job has left, and what there is after a save by the next one."""
+
+    committed: float | None
+    again: list[float]
+
+
+KILLED = [
+    Killed("over", "publish", ("trainer",)),
+    Killed("over", "commit", ("writer",)),
+    Killed("over", "commit", ("trainer", "writer")),
+    Killed("new", "commit", ("trainer",)),
+    Killed("new", "publish", ("writer",)),
+    Killed("new", "publish", ("trainer", "writer")),
+]
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> dict[Killed, Left]:
+    """What each killed job has left; all jobs that follow are in one start of ranks."""
+    out = tmp_path_factory.mktemp("killed")
+    committed: list[float | None] = []
+    for number, case in enumerate(KILLED):
+        program = ("early:killed_between", out / f"{number}", case.place, case.point)
+        run_ranks(2, *program, *case.victims, check=False)
+        committed.append(committed_in(out / f"{number}" / case.place))
+    places = [f"../{number}/{case.place}" for number, case in enumerate(KILLED)]
+    first, second = run_ranks(2, "early:starts_again", out / "next", *places)
+    assert first == second
+    return dict(zip(KILLED, map(Left, committed, first), strict=True))
+
+
+def committed_in(path: Path) -> float | None:
+    """The value of all elements of both ranks; ``None`` if nothing is committed there."""
+    if not nostall.is_complete(path):
+        return None
+    assert nostall.verify(path).ok
+    target = {f"rank{rank}": torch.zeros(1000) for rank in range(2)}
+    nostall.load(target, path)
+    (value,) = {float(value) for each in target.values() for value in each}
+    return value
+
+
+@pytest.mark.parametrize("killed", KILLED, ids=lambda killed: "-".join(map(str, killed)))
 def test_kills_between_durable_and_published_leave_the_old_checkpoint_or_the_new_one(
-    tmp_path: Path, place: str, point: str, victims: list[str]
+    left: dict[Killed, Left], killed: Killed
 ) -> None:
     """The coordinator's processes are killed. The next job saves there as usual."""
     old, new = float(WARM), float(WARM + 1)
-    run_ranks(2, "early:killed_between", tmp_path, place, point, *victims, check=False)
-    target = {f"rank{rank}": torch.zeros(1000) for rank in range(2)}
-    committed = new if "trainer" not in victims else old if place == "over" else None
-    assert nostall.is_complete(tmp_path / place) == (committed is not None)
-    if committed is not None:
-        assert nostall.verify(tmp_path / place).ok
-        nostall.load(target, tmp_path / place)
-        assert {float(value) for each in target.values() for value in each} == {committed}
-    again = run_ranks(2, "early:starts_again", tmp_path, place)
-    assert again == [[old, old]] * 2
+    expected = new if "trainer" not in killed.victims else old if killed.place == "over" else None
+    assert left[killed] == Left(expected, again=[old, old])
 
 
 def test_a_process_alone_commits_without_a_poll(tmp_path: Path) -> None:
@@ -201,91 +242,112 @@ def test_a_process_alone_commits_without_a_poll(tmp_path: Path) -> None:
 # --- ranks that differ, several saves, and ends of other kinds ------------------------------------
 
 
-def test_ranks_may_have_different_finalize_functions(tmp_path: Path) -> None:
+@on_ranks("early:with_functions_on_one_rank")
+def test_ranks_may_have_different_finalize_functions(found: list[Any]) -> None:
     """They make the same collectives nevertheless."""
-    first, second = run_ranks(2, "early:with_functions_on_one_rank", tmp_path)
+    first, second = found
     assert first == {"ran": 2, "whole": True}
     assert second == {"ran": 0, "whole": True}
 
 
-def test_another_groups_commit_is_not_taken_for_the_own(tmp_path: Path) -> None:
+@on_ranks("early:in_groups_of_one")
+def test_another_groups_commit_is_not_taken_for_the_own(found: list[Any]) -> None:
     """Several groups of ranks save through one queue of all ranks."""
-    for found in run_ranks(2, "early:in_groups_of_one", tmp_path):
-        assert found["whole"] is True
-    for found in run_ranks(2, "early:one_of_the_groups_fails", tmp_path / "fails"):
-        assert found == {"raised": True, "complete": False}
+    for each in found:
+        assert each["whole"] is True
 
 
-def test_what_others_have_finalised_is_not_torn(tmp_path: Path) -> None:
+@on_ranks("early:one_of_the_groups_fails")
+def test_a_failure_of_one_group_fails_the_request_of_all(found: list[Any]) -> None:
+    """Nothing of it is committed."""
+    for each in found:
+        assert each == {"raised": True, "complete": False}
+
+
+@on_ranks("early:given_up_in_another_queue")
+def test_what_others_have_finalised_is_not_torn(found: list[Any]) -> None:
     """By a rank that gives it up when the decision about it is removed from the store."""
-    for found in run_ranks(2, "early:given_up_in_another_queue", tmp_path):
-        assert found == {"whole": True}
+    for each in found:
+        assert each == {"whole": True}
 
 
-def test_of_two_saves_to_a_directory_the_later_one_wins(tmp_path: Path) -> None:
+@on_ranks("early:two_to_one_directory")
+def test_of_two_saves_to_a_directory_the_later_one_wins(found: list[Any]) -> None:
     """Whoever is faster."""
-    for found in run_ranks(2, "early:two_to_one_directory", tmp_path):
-        assert found == [[0.0, 0.0]] * 6
+    for each in found:
+        assert each == [[0.0, 0.0]] * 6
 
 
-def test_records_of_different_saves_are_not_mixed(tmp_path: Path) -> None:
+@on_ranks("early:counted_differently_in_flight")
+def test_records_of_different_saves_are_not_mixed(found: list[Any]) -> None:
     """Where ranks count differently, and more than one save is in flight."""
-    for found in run_ranks(2, "early:counted_differently_in_flight", tmp_path):
-        assert found["values"] == [[WARM] * 2, [WARM + 1] * 2]
-        assert found["whole"] is True
+    for each in found:
+        assert each["values"] == [[WARM] * 2, [WARM + 1] * 2]
+        assert each["whole"] is True
 
 
-def test_files_of_other_names_are_committed_early(tmp_path: Path) -> None:
+@on_ranks("early:beside_a_leftover")
+def test_files_of_other_names_are_committed_early(found: list[Any]) -> None:
     """Polls do not wait for a rank whose name was taken."""
-    for found in run_ranks(2, "early:beside_a_leftover", tmp_path):
-        assert found == {"whole": True}
+    for each in found:
+        assert each == {"whole": True}
 
 
-def test_a_refused_commit_costs_no_other_save(tmp_path: Path) -> None:
+@on_ranks("early:after_a_refused_commit")
+def test_a_refused_commit_costs_no_other_save(found: list[Any]) -> None:
     """Of several in flight."""
-    for found in run_ranks(2, "early:after_a_refused_commit", tmp_path):
-        assert found == {"failures": 1, "whole": [False, True, True]}
+    for each in found:
+        assert each == {"failures": 1, "whole": [False, True, True]}
 
 
-def test_one_rank_may_wait_while_another_one_polls(tmp_path: Path) -> None:
+@on_ranks("early:one_waits_and_the_other_polls")
+def test_one_rank_may_wait_while_another_one_polls(found: list[Any]) -> None:
     """In the middle of the commit."""
-    for found in run_ranks(2, "early:one_waits_and_the_other_polls", tmp_path):
-        assert found == {"whole": True}
+    for each in found:
+        assert each == {"whole": True}
 
 
-def test_giving_up_does_not_wait_for_storage(tmp_path: Path) -> None:
+@on_ranks("early:given_up_while_storage_hangs")
+def test_giving_up_does_not_wait_for_storage(found: list[Any]) -> None:
     """What cannot be prevented may be published later, and is whole then."""
-    for found in run_ranks(2, "early:given_up_while_storage_hangs", tmp_path):
-        assert found == {"whole": True}
+    for each in found:
+        assert each == {"whole": True}
 
 
-def test_failed_saves_leave_no_keys(tmp_path: Path) -> None:
+@on_ranks("early:keys_of_failed_saves")
+def test_failed_saves_leave_no_keys(found: list[Any]) -> None:
     """The store does not grow."""
-    for found in run_ranks(2, "early:keys_of_failed_saves", tmp_path):
-        assert found["failures"] == 4
-        assert max(found["keys"]) <= found["keys"][0] + 8  # decisions
+    for each in found:
+        assert each["failures"] == 4
+        assert max(each["keys"]) <= each["keys"][0] + 8  # decisions
 
 
-def test_process_groups_come_and_go(tmp_path: Path) -> None:
+@on_ranks("early:in_a_new_process_group")
+def test_process_groups_come_and_go(found: list[Any]) -> None:
     """Nothing keeps the store of one that is destroyed; the job goes on with another one."""
-    for found in run_ranks(2, "early:in_a_new_process_group", tmp_path):
-        assert found == [True] * 4
+    for each in found:
+        assert each == [True] * 4
 
 
-@pytest.mark.parametrize("then", ["wait", "give up", "wait there", "swap"])
-def test_a_checkpoint_outlives_its_process_group(tmp_path: Path, then: str) -> None:
+@on_ranks(
+    *(
+        f"early:without_its_process_group {then}"
+        for then in ("wait", "give-up", "wait-there", "swap")
+    )
+)
+def test_a_checkpoint_outlives_its_process_group(found: list[Any]) -> None:
     """Which is destroyed before the save is finalised: no rank takes its files away."""
-    for found in run_ranks(2, "early:without_its_process_group", tmp_path, then, whole_end=True):
-        assert found is True
+    assert found == [True, True]
 
 
-def test_a_save_that_comes_too_late_for_its_process_group_says_so(tmp_path: Path) -> None:
+@on_ranks("early:too_late_for_its_process_group")
+def test_a_save_that_comes_too_late_for_its_process_group_says_so(found: list[Any]) -> None:
     """It is not committed. Files of a rank that may have told the coordinator stay."""
-    for rank, found in enumerate(run_ranks(2, "early:too_late_for_its_process_group", tmp_path)):
-        assert "the process group of 2 ranks that saved together is gone" in found["error"]
-        assert f"rank={rank}" in found["error"]
-        assert found["is there"] is False
-        assert set(found["files"]) <= {"__0_0.distcp", "__1_0.distcp"}
+    for rank, each in enumerate(found):
+        assert "the process group of 2 ranks that saved together is gone" in each["error"]
+        assert f"rank={rank}" in each["error"]
+        assert each["is there"] is False
+        assert set(each["files"]) <= {"__0_0.distcp", "__1_0.distcp"}
 
 
 def test_a_program_may_end_without_finalising_what_is_committed(tmp_path: Path) -> None:
@@ -304,27 +366,31 @@ def test_a_signal_before_the_last_poll_costs_no_save(tmp_path: Path, how: str) -
         assert found == {"pending": 0, "whole": True}
 
 
-def test_a_coordinator_with_nothing_to_write(tmp_path: Path) -> None:
+@on_ranks("early:nothing_to_write")
+def test_a_coordinator_with_nothing_to_write(found: list[Any]) -> None:
     """It commits, and what it gives up is not committed by its thread."""
-    for found in run_ranks(2, "early:nothing_to_write", tmp_path):
-        assert found == {"over": True, "complete": False}
+    for each in found:
+        assert each == {"over": True, "complete": False}
 
 
-def test_a_report_that_crosses_its_deadline_counts(tmp_path: Path) -> None:
+@on_ranks("early:late_on_one_rank")
+def test_a_report_that_crosses_its_deadline_counts(found: list[Any]) -> None:
     """No save is reported as failed that is there."""
-    for found in run_ranks(2, "early:late_on_one_rank", tmp_path):
-        assert found == {"whole": True}
+    for each in found:
+        assert each == {"whole": True}
 
 
-def test_a_plan_that_is_dropped_holds_no_tensors(tmp_path: Path) -> None:
+@on_ranks("early:dropped_plans")
+def test_a_plan_that_is_dropped_holds_no_tensors(found: list[Any]) -> None:
     """Until the garbage collector runs, they would be beside those of the next save."""
-    for found in run_ranks(2, "early:dropped_plans", tmp_path):
-        assert found == {"gone": True}
+    for each in found:
+        assert each == {"gone": True}
 
 
-def test_a_forked_child_waits_for_no_answer(tmp_path: Path) -> None:
+@on_ranks("early:forked")
+def test_a_forked_child_waits_for_no_answer(found: list[Any]) -> None:
     """Its parent has asked."""
-    assert run_ranks(2, "early:forked", tmp_path) == [0, 0]
+    assert found == [0, 0]
 
 
 def test_a_process_ends_though_a_thread_is_in_the_store(tmp_path: Path) -> None:
@@ -335,16 +401,18 @@ def test_a_process_ends_though_a_thread_is_in_the_store(tmp_path: Path) -> None:
 # --- what one poll does ---------------------------------------------------------------------------
 
 
-def test_the_poll_that_finalises_one_finalises_all_that_are_done(tmp_path: Path) -> None:
+@on_ranks("early:several_in_one_poll")
+def test_the_poll_that_finalises_one_finalises_all_that_are_done(found: list[Any]) -> None:
     """The first one only asks."""
-    for found in run_ranks(2, "early:several_in_one_poll", tmp_path):
-        assert found == [[], [WARM, WARM + 1, WARM + 2]]
+    for each in found:
+        assert each == [[], [WARM, WARM + 1, WARM + 2]]
 
 
-def test_an_adapters_poll_commits_at_once(tmp_path: Path) -> None:
+@on_ranks("early:an_adapters_poll")
+def test_an_adapters_poll_commits_at_once(found: list[Any]) -> None:
     """Saves of every kind, those before the steady state too."""
-    for found in run_ranks(2, "early:an_adapters_poll", tmp_path):
-        assert found == [True] * 6
+    for each in found:
+        assert each == [True] * 6
 
 
 def test_what_a_later_save_has_removed_is_not_published(tmp_path: Path) -> None:

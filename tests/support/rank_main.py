@@ -1,4 +1,4 @@
-"""What torchrun starts on each rank: see ``ranks.run_ranks``."""
+"""What torchrun starts on each rank: programs in turn, see ``ranks.run_ranks`` and ``on_ranks``."""
 
 from __future__ import annotations
 
@@ -8,36 +8,54 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from nostall import _engine
 from support.ending import end
 
 NOT_MET = "a rank has not met the others"
-"""Printed if this rank's program has not begun."""
+"""Printed if no rank's program has begun."""
 WHOLE_END = "RANKS_HAVE_A_WHOLE_END"
 """In the environment: the program is about the end of the interpreter."""
 
 
 def main() -> None:
     faulthandler.dump_traceback_later(90, exit=True)
-    program, out, *args = sys.argv[1:]
-    module, function = program.split(":")
     # Before there is a group: torch.distributed.checkpoint imports modules that bind the default
     # group as it is then as arguments of theirs. Such a group outlives destroy_process_group() with
     # its threads, and one of those that frees a tensor's Python object while the interpreter is
     # ending aborts the process.
-    run = getattr(importlib.import_module(f"programs.{module}"), function)
+    programs = [(_imported(program), out, args) for program, out, *args in json.loads(sys.argv[1])]
     try:
         dist.init_process_group("gloo")
+        dist.barrier()
     except BaseException:
         print(NOT_MET, flush=True)
         raise
-    result = run(Path(out), *args)
-    (Path(out) / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
-    gc.collect()  # of whatever else still holds the group
-    dist.destroy_process_group()
+    first = dist.distributed_c10d._get_default_store()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for number, (run, out, args) in enumerate(programs):
+        if number:  # with an engine and a group of its own
+            _engine.reset()
+            store = dist.PrefixStore(f"program {number}", first)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            dist.barrier()  # a rank that destroys it fails others that are still connecting
+            faulthandler.dump_traceback_later(90, exit=True)
+        Path(out).mkdir(parents=True, exist_ok=True)
+        result = run(Path(out), *args)
+        (Path(out) / f"result-{rank}.json").write_text(json.dumps(result))
+        gc.collect()  # of whatever else still holds the group
+        dist.destroy_process_group()
+
+
+def _imported(program: str) -> Callable[..., Any]:
+    module, function = program.split(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"programs.{module}"), function)
+    return found
 
 
 if __name__ == "__main__":

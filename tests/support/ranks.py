@@ -1,14 +1,20 @@
-"""Run a function of a module in ``tests/programs`` on real gloo ranks, started with torchrun."""
+"""Run functions of modules in ``tests/programs`` on real gloo ranks, started with torchrun.
+
+``run_ranks`` starts ranks for one program, ``on_ranks`` for all programs that tests of a file ask
+for: each has an engine and a process group of its own, but is not alone in its processes.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pytest
 
 from support import loaded
 from support.rank_main import NOT_MET, WHOLE_END
@@ -62,39 +68,85 @@ def run_ranks(
         whole_end: Whether interpreters are taken apart at the end, which takes 0.25 s more each.
         with_device: Whether the ranks see the accelerator, which they share.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    environment = {WHOLE_END: "1" if whole_end else "", **({} if with_device else _NO_DEVICE)}
     command = [program, str(out), *args]
-    environment = {**os.environ, **_RANKS_SEE, WHOLE_END: "1" if whole_end else ""}
-    environment |= {} if with_device else _NO_DEVICE
-    was_there = set(out.iterdir())
-    status, output = _ended(world_size, command, timeout_s, environment)
-    if status != 0 and NOT_MET in output:
-        # Gloo itself failed to connect ranks, as it did once in thousands of starts on a busy
-        # machine ("connectFullMesh failed"): no test is about that. The other ranks may have begun.
-        for left in set(out.iterdir()) - was_there:
-            if left.is_dir():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
-        status, output = _ended(world_size, command, timeout_s, environment)
-    results = []
-    for rank in range(world_size):
-        result = out / f"result-{rank}.json"
-        results.append(json.loads(result.read_text()) if result.exists() else None)
+    status, output = _run(world_size, [command], timeout_s, environment)
     if check and status != 0:
         raise RanksFailed(f"{program} ended with {status}\n{output}")
-    return results
+    return _results(world_size, out)
+
+
+class Program(NamedTuple):
+    """What a test asks ranks for."""
+
+    ranks: int
+    name: str
+    """``module:function`` and arguments, with spaces between them."""
+
+
+def on_ranks(*names: str, ranks: int | tuple[int, ...] = 2) -> pytest.MarkDecorator:
+    """Give a test, as ``found``, the results of a program in rank order; once for each name.
+
+    Args:
+        *names: ``module:function``, and arguments after spaces; see ``run_ranks``.
+        ranks: How many; the test is run for each number.
+    """
+    numbers = ranks if isinstance(ranks, tuple) else (ranks,)
+    programs = [Program(number, name) for number in numbers for name in names]
+    ids = [f"{name} on {number}" for number, name in programs]
+    return pytest.mark.parametrize("found", programs, ids=ids, indirect=True)
+
+
+def run_in_turn(programs: Sequence[Program], out: Path) -> dict[Program, list[Any] | RanksFailed]:
+    """Run programs for one number of ranks in one start of ranks; results or failure of each.
+
+    A program that fails ends the ranks, so all those after it fail, too.
+    """
+    places = {program: out / f"{number}" for number, program in enumerate(programs)}
+    commands = []
+    for program, place in places.items():
+        name, *args = program.name.split()
+        commands.append([name, str(place), *args])
+    ranks = programs[0].ranks
+    status, output = _run(ranks, commands, TIMEOUT_S + 10 * len(programs), _NO_DEVICE)
+    found: dict[Program, list[Any] | RanksFailed] = {}
+    failed = None
+    for program, place in places.items():
+        if failed is None and status != 0 and len([*place.glob("result-*.json")]) < ranks:
+            failed = RanksFailed(f"{program.name} ended with {status}\n{output}")
+        found[program] = failed or _results(ranks, place)
+    if status != 0 and failed is None:
+        raise RanksFailed(f"ranks ended with {status} after all programs\n{output}")
+    return found
+
+
+def _run(
+    world_size: int, commands: list[list[str]], timeout_s: float, more: dict[str, str]
+) -> tuple[int, str]:
+    """Start ranks for some programs; their status and output."""
+    environment = {**os.environ, **_RANKS_SEE, **more}
+    status, output = _ended(world_size, commands, timeout_s, environment)
+    if status != 0 and NOT_MET in output:
+        # Gloo itself failed to connect ranks, as it did once in thousands of starts on a busy
+        # machine ("connectFullMesh failed"): no test is about that.
+        status, output = _ended(world_size, commands, timeout_s, environment)
+    return status, output
+
+
+def _results(world_size: int, out: Path) -> list[Any]:
+    files = [out / f"result-{rank}.json" for rank in range(world_size)]
+    return [json.loads(file.read_text()) if file.exists() else None for file in files]
 
 
 def _ended(
-    world_size: int, command: list[str], timeout_s: float, environment: dict[str, str]
+    world_size: int, commands: list[list[str]], timeout_s: float, environment: dict[str, str]
 ) -> tuple[int, str]:
-    """Status and output of a program on all ranks."""
+    """Status and output of programs on all ranks."""
     torchrun = [*loaded.python(), str(TESTS / "support" / "torchrun.py"), "--standalone"]
     torchrun += ["--nproc-per-node", str(world_size), "--no-python"]
     main = [*loaded.python(ranks=True), str(TESTS / "support" / "rank_main.py")]
     process = subprocess.Popen(
-        [*torchrun, *main, *command],
+        [*torchrun, *main, json.dumps(commands)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -106,5 +158,5 @@ def _ended(
     except subprocess.TimeoutExpired as error:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise RanksFailed(f"{command[0]} was not done after {timeout_s:g} s\n{output}") from error
+        raise RanksFailed(f"{commands} were not done after {timeout_s:g} s\n{output}") from error
     return process.returncode, output
