@@ -17,7 +17,7 @@ import nostall
 from nostall._save import coordinator
 from nostall._save.by_name.plans import GroupPlans
 from programs.plans_by_name import plannings
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 from support.states import blobs, read_metadata, schedule, small_state
 
 SENT_NBYTES = 1024
@@ -28,68 +28,73 @@ def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nostall._save.by_name.plans._alone", GroupPlans())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_structure_is_planned_once(tmp_path: Path, ranks: int) -> None:
+@on_ranks("plans_by_name:steady", ranks=(2, 4))
+def test_a_structure_is_planned_once(found: list[Any]) -> None:
     """After that ranks send its name; ``dcp.save`` returns the metadata on all of them."""
-    for rank, (first, *later) in enumerate(run_ranks(ranks, "plans_by_name:steady", tmp_path)):
+    for rank, (first, *later) in enumerate(found):
         assert first["planned"] == (2 if rank == 0 else 1)
         assert first["sent"] > 10 * SENT_NBYTES
-        for found in later:
-            assert found["planned"] == 0
-            assert found["sent"] < SENT_NBYTES
-        for found in (first, *later):
-            assert found["said"] == first["said"]
-            assert found["returned"]
-            assert found["is right"]
+        for each in later:
+            assert each["planned"] == 0
+            assert each["sent"] < SENT_NBYTES
+        for each in (first, *later):
+            assert each["said"] == first["said"]
+            assert each["returned"]
+            assert each["is right"]
 
 
-def test_a_change_on_any_rank_is_noticed_by_all(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:changes")
+def test_a_change_on_any_rank_is_noticed_by_all(found: list[Any]) -> None:
     """In the save in which it happens."""
-    for found in run_ranks(2, "plans_by_name:changes", tmp_path):
-        assert [name for name, is_right in found.items() if not is_right] == []
+    for each in found:
+        assert [name for name, is_right in each.items() if not is_right] == []
 
 
-def test_structures_may_take_turns(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:alternating")
+def test_structures_may_take_turns(found: list[Any]) -> None:
     """Each is planned once."""
-    for rank, found in enumerate(run_ranks(2, "plans_by_name:alternating", tmp_path)):
-        assert found["right"] == [True] * 9
-        assert found["planned"] == [2 - rank] * 3 + [0] * 6
+    for rank, each in enumerate(found):
+        assert each["right"] == [True] * 9
+        assert each["planned"] == [2 - rank] * 3 + [0] * 6
 
 
-def test_a_failure_is_raised_on_all_ranks_and_spoils_no_later_save(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:failing")
+def test_a_failure_is_raised_on_all_ranks_and_spoils_no_later_save(found: list[Any]) -> None:
     """Nothing of the failed saves is committed."""
-    for found in run_ranks(2, "plans_by_name:failing", tmp_path):
-        assert found["errors"] == [True, True, True]
-        assert found["complete"] == [True, True, False, True, False, True, False, True]
-        assert found["right"]
+    for each in found:
+        assert each["errors"] == [True, True, True]
+        assert each["complete"] == [True, True, False, True, False, True, False, True]
+        assert each["right"]
 
 
-@pytest.mark.parametrize("most_items", [400_000, 20])
-def test_ranks_forget_together(tmp_path: Path, most_items: int) -> None:
+@on_ranks(*(f"plans_by_name:forgetting {most_items}" for most_items in (400_000, 20)))
+def test_ranks_forget_together(found: list[Any]) -> None:
     """No rank asks for a plan that the coordinator has forgotten; long plans are fewer."""
-    found = run_ranks(2, "plans_by_name:forgetting", tmp_path, f"{most_items}")
     assert found == [[True] * 5] * 2
 
 
-def test_groups_are_kept_apart(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:other_groups told", ranks=3)
+def test_groups_are_kept_apart(found: list[Any]) -> None:
     """A planner that is told its group."""
-    for found in run_ranks(3, "plans_by_name:other_groups", tmp_path, "told"):
-        assert found == {"errors": [], "right": True}
+    for each in found:
+        assert each == {"errors": [], "right": True}
 
 
-def test_a_planner_of_another_group_fails_clearly(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:other_groups not-told", ranks=3)
+def test_a_planner_of_another_group_fails_clearly(found: list[Any]) -> None:
     """With the next step, on all ranks of the group; no save is wrong."""
-    first, *others = run_ranks(3, "plans_by_name:other_groups", tmp_path, "not told")
+    first, *others = found
     assert first == {"errors": [], "right": True}
-    for found in others:
-        assert found["right"]
-        assert found["errors"]
-        assert all(found["errors"])
+    for each in others:
+        assert each["right"]
+        assert each["errors"]
+        assert all(each["errors"])
 
 
-def test_a_checkpoint_may_be_replaced(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:replaced")
+def test_a_checkpoint_may_be_replaced(found: list[Any]) -> None:
     """Files have new names then; metadata that nobody has looked at goes with its checkpoint."""
-    coordinator, other = run_ranks(2, "plans_by_name:replaced", tmp_path)
+    coordinator, other = found
     assert coordinator["right"] == other["right"] == [True] * 4
     assert coordinator["first"] == coordinator["last"] == other["last"]
     assert other["first"] == (
@@ -97,69 +102,79 @@ def test_a_checkpoint_may_be_replaced(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
-def test_saves_in_the_background_plan_once(tmp_path: Path, staging: str) -> None:
+@on_ranks(*(f"plans_by_name:in_background {staging}" for staging in ("blocking", "overlapped")))
+def test_saves_in_the_background_plan_once(found: list[Any]) -> None:
     """With one planner for all of them, which keeps no copy alive."""
-    for rank, found in enumerate(run_ranks(2, "plans_by_name:in_background", tmp_path, staging)):
-        assert found["right"] == [True] * 4
-        assert found["planned"][1:] == [0] * 3, rank
+    for rank, each in enumerate(found):
+        assert each["right"] == [True] * 4
+        assert each["planned"][1:] == [0] * 3, rank
 
 
-def test_another_writer_gets_whole_plans(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:with_stocks_writer")
+def test_another_writer_gets_whole_plans(found: list[Any]) -> None:
     """Stock's, say; its metadata can be read without nostall."""
-    assert run_ranks(2, "plans_by_name:with_stocks_writer", tmp_path) == [[True] * 8] * 2
+    assert found == [[True] * 8] * 2
 
 
-def test_a_users_writer_may_change_and_copy_plans(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:with_users_writers")
+def test_a_users_writer_may_change_and_copy_plans(found: list[Any]) -> None:
     """Those of ranks before they are sent, and the global one."""
-    for found in run_ranks(2, "plans_by_name:with_users_writers", tmp_path):
-        assert len(found) == 4
-        assert list(found.values()) == [[True, True]] * 4, found
+    for each in found:
+        assert len(each) == 4
+        assert list(each.values()) == [[True, True]] * 4, each
 
 
-def test_ranks_may_save_without_collectives(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:without_collectives")
+def test_ranks_may_save_without_collectives(found: list[Any]) -> None:
     """Between saves together; each has its own files then."""
-    assert run_ranks(2, "plans_by_name:without_collectives", tmp_path) == [[True] * 10] * 2
+    assert found == [[True] * 10] * 2
 
 
-def test_a_combination_of_structures_is_planned_once(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:one_alternates")
+def test_a_combination_of_structures_is_planned_once(found: list[Any]) -> None:
     """If that of one rank alternates, too."""
-    for rank, found in enumerate(run_ranks(2, "plans_by_name:one_alternates", tmp_path)):
-        assert found["right"] == [True] * 8
-        assert found["planned"][3:] == [0] * 5, (rank, found["planned"])
+    for rank, each in enumerate(found):
+        assert each["right"] == [True] * 8
+        assert each["planned"][3:] == [0] * 5, (rank, each["planned"])
 
 
-def test_another_planner_on_the_coordinator_fails_clearly(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:other_planners")
+def test_another_planner_on_the_coordinator_fails_clearly(found: list[Any]) -> None:
     """And no rank's items are left out of a checkpoint."""
-    for found in run_ranks(2, "plans_by_name:other_planners", tmp_path):
-        assert found == {"errors": [True], "right": [True] * 5}
+    for each in found:
+        assert each == {"errors": [True], "right": [True] * 5}
 
 
-def test_a_commit_that_fails_and_changed_metadata_spoil_no_later_save(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:refused_commit")
+def test_a_commit_that_fails_and_changed_metadata_spoil_no_later_save(found: list[Any]) -> None:
     """All ranks' files of the failed save are removed, though ranks only referred to them."""
-    for found in run_ranks(2, "plans_by_name:refused_commit", tmp_path):
-        assert found == {"errors": 1, "left": [], "right": [True] * 5}
+    for each in found:
+        assert each == {"errors": 1, "left": [], "right": [True] * 5}
 
 
-def test_an_object_may_grow_on_one_rank(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:one_object_grows")
+def test_an_object_may_grow_on_one_rank(found: list[Any]) -> None:
     """The others still refer to their results."""
-    assert run_ranks(2, "plans_by_name:one_object_grows", tmp_path) == [[True] * 5] * 2
+    assert found == [[True] * 5] * 2
 
 
-def test_saves_through_a_local_tier(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:through_a_tier")
+def test_saves_through_a_local_tier(found: list[Any]) -> None:
     """They send metadata in full."""
-    assert run_ranks(2, "plans_by_name:through_a_tier", tmp_path) == [[True] * 6] * 2
+    assert found == [[True] * 6] * 2
 
 
-def test_returned_metadata_can_be_copied_compared_and_pickled(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:returned")
+def test_returned_metadata_can_be_copied_compared_and_pickled(found: list[Any]) -> None:
     """On all ranks, whether or not somebody has looked at it."""
-    for found in run_ranks(2, "plans_by_name:returned", tmp_path):
-        assert all(found.values()), found
+    for each in found:
+        assert all(each.values()), each
 
 
-def test_process_groups_come_and_go(tmp_path: Path) -> None:
+@on_ranks("plans_by_name:groups_come_and_go")
+def test_process_groups_come_and_go(found: list[Any]) -> None:
     """What is known goes with them."""
-    assert run_ranks(2, "plans_by_name:groups_come_and_go", tmp_path) == [[True] * 8] * 2
+    assert found == [[True] * 8] * 2
 
 
 # --- one process ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
@@ -202,7 +202,6 @@ def failing(out: Path) -> dict[str, Any]:
 
 def forgetting(out: Path, most_items: str) -> list[bool]:
     """A structure comes back after more saves than are remembered, by all ranks or by one."""
-    plans._MOST_ITEMS = int(most_items)
     right: list[bool] = []
 
     def save_known() -> None:
@@ -210,6 +209,13 @@ def forgetting(out: Path, most_items: str) -> list[bool]:
         save(path, state)
         right.append(is_as_by_stocks(path, state))
 
+    with patch.object(plans, "_MOST_ITEMS", int(most_items)):
+        _save_many_others(out, save_known)
+    return right
+
+
+def _save_many_others(out: Path, save_known: Callable[[], None]) -> None:
+    """Five saves of a known structure, with many of others between them."""
     save_known()
     for number in range(10):
         if dist.get_rank() == 0:
@@ -230,7 +236,6 @@ def forgetting(out: Path, most_items: str) -> list[bool]:
             state = {**make_state(0), f"{number}": torch.ones(2)}
             dcp.save(state, storage_writer=writer, planner=nostall.SavePlanner())
     save_known()
-    return right
 
 
 class _Refusing(nostall.FileSystemWriterAsync):
