@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.hf_storage import (
 
 import nostall
 from cli.conftest import Run
+from support import loaded
 from support.parts import save_in_halves
 
 DTYPES = [
@@ -230,7 +231,7 @@ def test_whatever_a_source_is_the_command_ends_in_one_line(
     make(source / name)
     safetensors.torch.save_file({"x": torch.ones(3)}, source / "a.safetensors")
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LIMITED, "convert", given, tmp_path / "target"],
+        [*loaded.python(), "-W", "ignore", "-c", LIMITED, "convert", given, tmp_path / "target"],
         cwd=source,
         capture_output=True,
         text=True,

@@ -8,7 +8,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -36,8 +35,9 @@ from programs.faults import (
     outcome_of,
     same,
 )
+from support import loaded
 from support.faults import Hold, inject, writer_pids
-from support.ranks import TESTS, run_ranks
+from support.ranks import run_ranks
 from support.states import blobs, schedule, small_state
 
 Report = dict[str, Any]
@@ -356,9 +356,9 @@ def test_a_fault_in_a_single_process_is_raised_and_harms_nothing(
     assert os.listdir(fresh) == []
     assert sorted(os.listdir(overwritten)) == listed
     assert digest(overwritten) == before
-    loaded = small_state(9)
-    dcp.load(loaded, checkpoint_id=overwritten)
-    assert same(loaded, small_state(1))
+    found = small_state(9)
+    dcp.load(found, checkpoint_id=overwritten)
+    assert same(found, small_state(1))
     for path in (fresh, overwritten):
         way(path, 3, thread_count)
     assert blobs(fresh) == blobs(overwritten)
@@ -416,14 +416,12 @@ class Trainer:
     def __init__(self, function: str, out: Path, *args: str) -> None:
         script = "import sys, pathlib; from programs import faults;"
         script += " getattr(faults, sys.argv[1])(pathlib.Path(sys.argv[2]), *sys.argv[3:])"
-        path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", script, function, str(out), *args],
+            [*loaded.python(), "-W", "ignore", "-c", script, function, str(out), *args],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(out)},
+            env={**os.environ, "TMPDIR": str(out)},
         )
 
     def hear(self) -> Report:
@@ -480,9 +478,10 @@ def test_a_killed_trainer_leaves_nothing_behind(tmp_path: Path) -> None:
     Nothing of it is in /dev/shm, and there is no metadata.
     """
     with trainer("stands_in_the_middle_of_a_save", tmp_path) as running:
-        writer = running.hear()["writer"]
-        assert psutil.Process(writer).ppid() == running.process.pid
-        assert in_dev_shm(writer) == in_dev_shm(running.process.pid) == []
+        told = running.hear()
+        writer = told["writer"]
+        assert psutil.Process(writer).ppid() == told["pid"]
+        assert in_dev_shm(writer) == in_dev_shm(told["pid"]) == []
         assert wait_for_end([writer], kill=running.process, timeout_s=5) == []
     assert not (tmp_path / "checkpoint" / ".metadata").exists()
 
@@ -511,8 +510,7 @@ def test_ctrl_c_does_not_kill_the_save_in_flight(tmp_path: Path) -> None:
     The writer goes on, and the save that it was writing is committed.
     """
     with trainer("is_interrupted", tmp_path) as running:
-        running.hear()
-        os.killpg(running.process.pid, signal.SIGINT)
+        os.killpg(running.hear()["pid"], signal.SIGINT)
         assert running.hear() == {"interrupted": True, "same_writer": True}
         assert running.process.wait(DEADLINE_S) == 0
     dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(tmp_path / "expected"))

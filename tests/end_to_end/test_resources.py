@@ -28,6 +28,7 @@ from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
+from support import loaded
 from support.faults import Hold, inject, writer_pids
 from support.ranks import TESTS
 from support.states import blobs, read_metadata, save_async, schedule, small_state
@@ -35,11 +36,11 @@ from support.states import blobs, read_metadata, save_async, schedule, small_sta
 DEADLINE_S = 60.0
 
 
-def run_python(*arguments: str) -> str:
+def run_python(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> str:
     """What a Python process writes to standard output; one that fails is an error here."""
     path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *arguments],
+        [*python, "-W", "ignore", *arguments],
         capture_output=True,
         text=True,
         timeout=2 * DEADLINE_S,
@@ -50,11 +51,11 @@ def run_python(*arguments: str) -> str:
     return done.stdout
 
 
-def run_program(function: str, out: Path, *args: str) -> Any:
+def run_program(function: str, out: Path, *args: str, **options: Any) -> Any:
     """What a function of ``programs.resources`` tells, run in a process of its own."""
     script = "import sys, pathlib; from programs import resources;"
     script += " getattr(resources, sys.argv[1])(pathlib.Path(sys.argv[2]), *sys.argv[3:])"
-    return json.loads(run_python("-c", script, function, str(out), *args))
+    return json.loads(run_python("-c", script, function, str(out), *args, **options))
 
 
 def save_by_stock(path: Path, state: dict[str, Any]) -> dict[Any, bytes]:
@@ -67,7 +68,8 @@ def save_by_stock(path: Path, state: dict[str, Any]) -> dict[Any, bytes]:
 
 def test_five_thousand_tensors_need_few_descriptors(tmp_path: Path) -> None:
     """With a limit of 64 open files 5,000 tensors, changed afterwards, are saved and load right."""
-    assert run_program("has_few_descriptors", tmp_path) == {"wrong": []}
+    found = run_program("has_few_descriptors", tmp_path, python=loaded.python())
+    assert found == {"wrong": []}
     assert len(read_metadata(tmp_path / "checkpoint").storage_data) == 5000
 
 
@@ -266,7 +268,7 @@ dcp.async_save(
 print("trained")
 """
     )
-    assert run_python(str(script)) == "trained\n"
+    assert run_python(str(script), python=loaded.python()) == "trained\n"
     assert len((tmp_path / "runs").read_text().split()) == 1
     for name in ("split", "async"):
         state = {"weight": torch.zeros(5)}

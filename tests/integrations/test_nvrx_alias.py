@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from nostall import nvrx_alias
+from support import loaded
 
 Facts = dict[str, Any]
 PACKAGE = "nvidia_resiliency_ext"
@@ -105,7 +106,7 @@ def run(folder: Path, text: str, *command: str, path: Path | None = None) -> Fac
     before = [str(path)] if path is not None else []
     paths = [*before, *sys.path]
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", *command, str(script), "one", "--two"],
+        [*loaded.python(), "-W", "ignore", *command, str(script), "one", "--two"],
         cwd=folder.parent,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,

@@ -17,7 +17,7 @@ from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync, get_write_results_queue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.torch_ckpt import TorchAsyncCheckpoint
-from programs import queueing
+from programs import calls
 from programs.entry_points import loaded_wrong
 from programs.nvrx_names import error_of_a_save_that_a_monitor_aborts
 from support.faults import writer_pids
@@ -29,7 +29,7 @@ Facts = dict[str, Any]
 
 def note(fifo: Path, path: Path) -> AsyncRequest:
     """A request that a Python worker completes once the FIFO is opened."""
-    return AsyncRequest(queueing.wait_then_note_pid, [str(fifo), str(path)], [])
+    return AsyncRequest(calls.wait_then_note_pid, [str(fifo), str(path)], [])
 
 
 def nothing() -> AsyncRequest:

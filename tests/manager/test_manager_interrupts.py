@@ -6,7 +6,6 @@ import _signal  # type: ignore[import-not-found]  # as the module that is tested
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from nostall._model.interrupts import (
     uninterrupted,
 )
 from nostall.manager import SaveHandle
+from support import loaded
 from support.faults import Hold, inject
 from support.interrupts import calls_ours, interrupted, takes_a_lock
 from support.waiting import wait_until
@@ -179,7 +179,7 @@ def test_signals_at_moments_in_time(tmp_path: Path) -> None:
     program = "import pathlib, sys, test_manager_interrupts as tests\n"
     program += "tests.interrupt_at_moments(pathlib.Path(sys.argv[1]))"
     subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
+        [*loaded.python(), "-c", program, str(tmp_path)],
         env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         timeout=100,
         check=True,

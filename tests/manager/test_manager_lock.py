@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
@@ -30,10 +29,10 @@ from support.waiting import wait_until
 DEADLINE_S = 60
 STATE = {"weight": torch.ones(3)}
 OTHER_JOB = """
-import sys, torch, nostall
+import os, sys, torch, nostall
 manager = nostall.CheckpointManager(sys.argv[1])
 manager.save(1, {"weight": torch.ones(3)}).result()
-print("saved", flush=True)
+print(os.getpid(), flush=True)
 sys.stdin.read()
 """
 
@@ -45,16 +44,15 @@ def locks_held(root: Path) -> list[str]:
 
 
 @contextmanager
-def other_job(root: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """It has saved, and saves no more; it ends with its standard input."""
+def other_job(root: Path) -> Iterator[int]:
+    """The id of a job that has saved, and saves no more; it ends with its standard input."""
     with subprocess.Popen(
-        [sys.executable, "-c", OTHER_JOB, str(root)],
+        [*loaded.python(), "-c", OTHER_JOB, str(root)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as other:
         assert other.stdout is not None
-        assert other.stdout.readline() == b"saved\n"
-        yield other
+        yield int(other.stdout.readline())
 
 
 def is_told_of_this_process(root: Path) -> bool:
@@ -66,13 +64,13 @@ def is_told_of_this_process(root: Path) -> bool:
 
 def test_a_second_job_is_an_error_until_the_first_is_killed(tmp_path: Path) -> None:
     """It may restore, though; the error names the process. Its lock dies with it."""
-    with other_job(tmp_path) as other:
+    with other_job(tmp_path) as pid:
         manager = CheckpointManager(tmp_path, save_every=1000)  # told long before that
         assert manager.restore(dict(STATE)) is not None
         for call in (lambda: manager.save(2, STATE), lambda: manager.should_save(1)):
-            with pytest.raises(OptionError, match=f"another process saves .* pid {other.pid}"):
+            with pytest.raises(OptionError, match=f"another process saves .* pid {pid}"):
                 call()
-        other.kill()
+        os.kill(pid, signal.SIGKILL)
     manager.save(2, STATE)
     manager.close()
     assert sorted(os.listdir(tmp_path)) == [LOCK_NAME, "step-000000001", "step-000000002"]
@@ -187,17 +185,16 @@ import os, signal, sys, torch, nostall
 manager = nostall.CheckpointManager({str(tmp_path)!r})
 manager.save(1, {{"weight": torch.ones(3)}}).result()
 if os.fork() == 0:
-    print("here", flush=True)
+    print(os.getppid(), flush=True)
     sys.stdin.read()
     os._exit(0)
 signal.pause()
 """
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [*loaded.python(), "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as job:
         assert job.stdout is not None
-        assert job.stdout.readline() == b"here\n"
-        job.kill()
+        os.kill(int(job.stdout.readline()), signal.SIGKILL)
         job.wait()
         with CheckpointManager(tmp_path, save_every=1) as manager:
             assert manager.should_save(2)

@@ -557,7 +557,7 @@ def stands_in_the_middle_of_a_save(out: Path, fork: str = "") -> None:
                 while True:
                     signal.pause()
             children.append(child)
-    say(writer=writer_pids()[0], children=children)
+    say(pid=os.getpid(), writer=writer_pids()[0], children=children)
     listen()
 
 
@@ -578,7 +578,7 @@ def is_interrupted(out: Path) -> None:
     signal.set_wakeup_fd(signal_fd)
     interrupted = False
     try:
-        say(writer=before[0])
+        say(pid=os.getpid())
         select.select([signalled], [], [])
     except KeyboardInterrupt:
         interrupted = True

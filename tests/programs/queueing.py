@@ -1,9 +1,8 @@
-"""Ranks that schedule requests through queues; and functions for background processes to call."""
+"""Ranks that schedule requests through queues."""
 
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -21,38 +20,12 @@ from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.torch_ckpt import TorchAsyncCheckpoint
+from programs import calls
 from programs.entry_points import State, loaded_wrong
 from support.faults import Fault, Hold, inject, writer_pids
 from support.states import schedule
 
 Facts = dict[str, Any]
-
-
-# --- functions for background processes -----------------------------------------------------------
-
-
-def note_pid(path: str) -> None:
-    """Write down which process this is."""
-    Path(path).write_text(str(os.getpid()))
-
-
-def wait_then_note_pid(fifo: str, path: str) -> None:
-    """The same, once a writer has opened the FIFO."""
-    Path(fifo).read_bytes()
-    note_pid(path)
-
-
-def explode(message: str) -> None:
-    """Raise."""
-    raise ValueError(message)
-
-
-def leave(code: int) -> None:
-    """End the process."""
-    os._exit(code)
-
-
-# --- on ranks -------------------------------------------------------------------------------------
 
 
 def _state(seed: int) -> State:
@@ -127,7 +100,7 @@ def in_order(out: Path) -> Facts:
 def _worker_failures(queue: AsyncCallsQueue) -> Facts:
     """A rank's Python worker raises, then dies."""
     facts: Facts = {}
-    for name, call, argument in (("raises", explode, "no luck"), ("dies", leave, 17)):
+    for name, call, argument in (("raises", calls.explode, "no luck"), ("dies", calls.leave, 17)):
         mine = dist.get_rank() == 1
         queue.schedule_async_request(
             AsyncRequest(call if mine else None, [argument] if mine else [], [])

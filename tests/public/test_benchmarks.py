@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +19,7 @@ from benchmarks.loads import LoadContender, Loads, load_contenders, measure_load
 from benchmarks.report import Column, Report, Row, rendered
 from benchmarks.saves import COLUMNS, LEGEND, Saves, measure_saves
 from benchmarks.workloads import State, make_workload
+from support import loaded
 from support.ranks import run_ranks
 
 Found = dict[str, dict[str, Any]]
@@ -67,8 +67,12 @@ def test_two_ranks_start_themselves() -> None:
     """Under torchrun; memory is measured, too."""
     options = ("--contenders", "nostall overlapped,dcp.save", "--memory-saves", "1")
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "saves", "--ranks", "2", *SMALL, *options],
-        env={"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"},
+        [*loaded.python(), "-m", "benchmarks", "saves", "--ranks", "2", *SMALL, *options],
+        env={
+            "PYTHONPATH": python_path(),
+            "OMP_NUM_THREADS": "1",
+            loaded.EXECUTABLE: loaded.executable(),
+        },
         capture_output=True,
         text=True,
         timeout=150,

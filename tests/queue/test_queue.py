@@ -55,7 +55,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.torch_ckpt import TorchAsyncCheckpoint
-from programs import openers, queueing
+from programs import calls, openers
 from programs.entry_points import differing, loaded_wrong, spoil
 from support.crashes import RecordingOs
 from support.faults import Fault, Hold, inject, writer_pids
@@ -327,7 +327,7 @@ def test_one_python_worker_serves_all_calls_and_survives_their_errors(tmp_path: 
     def scheduled(queue: AsyncCallsQueue, *call: Any) -> None:
         path = tmp_path / "pid"
         finalize = [lambda: pids.append(path.read_text())] if call == () else []
-        function, *arguments = call or (queueing.note_pid, str(path))
+        function, *arguments = call or (calls.note_pid, str(path))
         queue.schedule_async_request(AsyncRequest(function, arguments, finalize))
 
     with AsyncCallsQueue() as queue:
@@ -336,12 +336,12 @@ def test_one_python_worker_serves_all_calls_and_survives_their_errors(tmp_path: 
         scheduled(queue, torch.save, {"tensor": tensor}, str(tmp_path / "saved.pt"))
         tensor.fill_(7)
         assert queue.wait() == [0, 1]
-        scheduled(queue, queueing.explode, "boom")
+        scheduled(queue, calls.explode, "boom")
         with pytest.raises(CheckpointException, match="Worker failure: ValueError: boom"):
             queue.wait()
         scheduled(queue)
         assert queue.wait() == [3]
-        scheduled(queue, queueing.leave, 17)
+        scheduled(queue, calls.leave, 17)
         with pytest.raises(CheckpointException, match=r"Worker failure: .*exit code 17"):
             queue.wait()
         scheduled(queue)
@@ -358,9 +358,9 @@ def test_a_temporal_queue_gives_every_call_a_process(tmp_path: Path) -> None:
     """
     os.mkfifo(tmp_path / "fifo")
     with AsyncCallsQueue(persistent=False) as queue:
-        quick = AsyncRequest(queueing.note_pid, [str(tmp_path / "quick")], [])
+        quick = AsyncRequest(calls.note_pid, [str(tmp_path / "quick")], [])
         slow_arguments = [str(tmp_path / "fifo"), str(tmp_path / "slow")]
-        slow = AsyncRequest(queueing.wait_then_note_pid, slow_arguments, [])
+        slow = AsyncRequest(calls.wait_then_note_pid, slow_arguments, [])
         queue.schedule_async_request(quick)
         queue.schedule_async_request(slow)
         finalized: list[int] = []
