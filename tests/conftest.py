@@ -20,8 +20,11 @@ from support.object_store import SERVERS, S3Server, s3_server
 from support.processes import command_of, descendants
 from support.ranks import Program, RanksFailed, run_in_turn
 
-LONGEST = {"test_early_commit.py", "test_s3.py"}
-"""Files that take more than a minute, besides the programs in ``stress``."""
+LONGEST = {
+    *("test_benchmarks.py", "test_early_commit.py", "test_faults.py", "test_interrupts.py"),
+    *("test_lifecycle.py", "test_resources.py", "test_s3.py"),
+}
+"""Files that take longest, besides the programs in ``stress``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -29,7 +29,7 @@ from support.interrupts import calls, interrupted, takes_a_lock
 from support.states import schedule
 from support.waiting import wait_until
 
-_PLACES = 40
+_PLACES = 80
 """So many of all the places, evenly spread, in each run."""
 _LONGEST_S = 80
 """After that the stacks of all threads are printed: a save hangs."""
@@ -80,13 +80,12 @@ def held() -> list[str]:
     return found + ["a snapshot under way"] * any_under_way()
 
 
-def main(kind: str, happens: str, times: int, path: Path, offset: float) -> None:
+def main(kind: str, happens: str, path: Path, offset: float) -> None:
     """Print how many of the saves were interrupted.
 
     Args:
         kind: Of the saves.
         happens: At what kind of places they are interrupted.
-        times: How often at each.
         path: Where they save.
         offset: The first place, as a part of the distance between two.
     """
@@ -104,9 +103,9 @@ def main(kind: str, happens: str, times: int, path: Path, offset: float) -> None
         save(path)
     step = max(1, passed[0] // _PLACES)
     interrupts = 0
-    for at in range(1 + int(offset * step), passed[0] + 1, step):
+    for number, at in enumerate(range(1 + int(offset * step), passed[0] + 1, step)):
         try:
-            with interrupted(at, HAPPENS[happens], times=times):
+            with interrupted(at, HAPPENS[happens], times=1 + number % 2):
                 save(path)
         except (KeyboardInterrupt, CheckpointException):
             interrupts += 1
@@ -119,5 +118,5 @@ def main(kind: str, happens: str, times: int, path: Path, offset: float) -> None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), Path(sys.argv[4]), float(sys.argv[5]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), float(sys.argv[4]))
     end()

@@ -171,8 +171,9 @@ def test_a_load_that_fills_other_tensors_is_told() -> None:
 
 
 @pytest.mark.slow
-def test_fresh_processes_load_and_save() -> None:
+def test_fresh_processes_load_and_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """By each way, and bring what was saved."""
+    monkeypatch.setattr("sys.executable", loaded.executable())
     assert main(["restart", *SMALL]) == 0
     _, contenders = stored()
     for row in contenders.values():
@@ -185,7 +186,7 @@ def simulated(ranks: int, items: int) -> Found:
     return stored()[1]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_real_ranks_exchange_what_simulated_ones_do(tmp_path: Path, ranks: int) -> None:
     """By ``dcp.save`` with both planners: collectives alike, and bytes within 15 %."""
     counted = simulated(ranks, 50)

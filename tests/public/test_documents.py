@@ -13,6 +13,7 @@ import textwrap
 import zlib
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,11 +102,16 @@ def unknown_tests(text: str) -> list[str]:
     unknown = []
     for file, test in set(re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text)):
         path = ROOT / file
-        tree = ast.parse(path.read_text(encoding="utf-8")) if path.is_file() else ast.Module([], [])
-        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        if not path.is_file() or (test and test not in functions):
+        if not path.is_file() or (test and test not in functions_of(path)):
             unknown.append(f"{file}::{test}" if test else file)
     return sorted(unknown)
+
+
+@cache
+def functions_of(path: Path) -> set[str]:
+    """Names of the functions of a module."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_every_test_that_the_pages_name_exists() -> None:

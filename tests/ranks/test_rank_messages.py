@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from support import loaded
 from support.ranks import run_ranks
 
 
@@ -24,8 +27,11 @@ def test_messages_of_all_lengths_arrive_in_two_collectives(tmp_path: Path) -> No
             }
 
 
-def test_ranks_whose_store_has_gone_still_save(tmp_path: Path) -> None:
+def test_ranks_whose_store_has_gone_still_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They cannot leave each other their numbers of requests, which costs no save."""
+    monkeypatch.setenv(loaded.EXECUTABLE, loaded.executable())  # for the store's process
     assert (
         run_ranks(2, "rank_messages:ranks_whose_store_has_gone_still_save", tmp_path)
         == [{"gone": True, "wrong": []}] * 2
