@@ -21,7 +21,7 @@ from support.processes import command_of, descendants
 from support.ranks import Program, RanksFailed, run_in_turn
 
 LONGEST = {
-    *("test_benchmarks.py", "test_early_commit.py", "test_faults.py", "test_interrupts.py"),
+    *("test_benchmarks.py", "test_early_commit.py", "test_faults.py"),
     *("test_lifecycle.py", "test_resources.py", "test_s3.py"),
 }
 """Files that take longest, besides the programs in ``stress``."""
@@ -116,6 +116,12 @@ def found(
     if isinstance(results, RanksFailed):
         raise results
     return results
+
+
+@pytest.fixture
+def given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save whose report never comes is given up in half a second, not in four."""
+    monkeypatch.setattr(_engine, "CANCEL_TIMEOUT_S", 0.5)
 
 
 @pytest.fixture

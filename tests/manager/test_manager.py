@@ -851,6 +851,7 @@ def test_closing_gives_snapshot_memory_back(tmp_path: Path) -> None:
     assert default_engine().arena.reserved_nbytes == 0
 
 
+@pytest.mark.usefixtures("given_up_soon")
 def test_an_abort_from_elsewhere_fails_the_save(tmp_path: Path) -> None:
     """And not a later one."""
     with CheckpointManager(tmp_path) as manager:

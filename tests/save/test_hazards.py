@@ -64,7 +64,7 @@ def short_deadline() -> Iterator[None]:
     nostall.configure(EngineOptions())
 
 
-@pytest.mark.usefixtures("short_deadline")
+@pytest.mark.usefixtures("given_up_soon", "short_deadline")
 def test_a_save_given_up_at_its_deadline_never_touches_the_next_ones_memory(tmp_path: Path) -> None:
     """The late job's seals would land in the image of the memory's next holder."""
     zeros = {"zeros": torch.zeros(200_000), "n": torch.zeros(3)}
@@ -144,6 +144,7 @@ def test_writing_a_snapshot_twice_is_refused(tmp_path: Path) -> None:
         save_fn(*args)
 
 
+@pytest.mark.usefixtures("given_up_soon")
 def test_an_aborted_write_through_a_users_stream_stops(tmp_path: Path) -> None:
     """A retry in the same directory is not overwritten later by the thread of the save before."""
     opened: list[str] = []

@@ -92,6 +92,7 @@ PLACES = [
 ]
 
 
+@pytest.mark.usefixtures("given_up_soon")
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_interrupted_save_spoils_none_that_follows(
