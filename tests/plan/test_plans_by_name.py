@@ -141,15 +141,13 @@ def test_a_combination_of_structures_is_planned_once(found: list[Any]) -> None:
 @on_ranks("plans_by_name:other_planners")
 def test_another_planner_on_the_coordinator_fails_clearly(found: list[Any]) -> None:
     """And no rank's items are left out of a checkpoint."""
-    for each in found:
-        assert each == {"errors": [True], "right": [True] * 5}
+    assert found == [{"errors": [True], "right": [True] * 5}] * 2
 
 
 @on_ranks("plans_by_name:refused_commit")
 def test_a_commit_that_fails_and_changed_metadata_spoil_no_later_save(found: list[Any]) -> None:
     """All ranks' files of the failed save are removed, though ranks only referred to them."""
-    for each in found:
-        assert each == {"errors": 1, "left": [], "right": [True] * 5}
+    assert found == [{"errors": 1, "left": [], "right": [True] * 5}] * 2
 
 
 @on_ranks("plans_by_name:one_object_grows")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 import nostall
 from nostall.errors import OptionError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
+from support import loaded
 from support.permissions import without_permission
 from support.states import small_state
 
@@ -145,7 +145,7 @@ def test_a_directory_that_becomes_a_link_meanwhile_does_not_lead_to_another(
     path, another = saved(tmp_path / "save"), saved(tmp_path / "another")
     moved = tmp_path / "moved"
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SWAP, path, moved, another],
+        [*loaded.python(), "-W", "ignore", "-c", SWAP, path, moved, another],
         env={**os.environ, "SWAP_AT": event},
         capture_output=True,
         text=True,

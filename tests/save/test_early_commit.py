@@ -79,8 +79,7 @@ def test_saves_of_other_structures_are_committed_together(found: list[Any]) -> N
 @on_ranks("early:with_a_function_before apart", "early:with_a_function_before together")
 def test_finalize_functions_before_the_commit_run_before_it(found: list[Any]) -> None:
     """They may write what belongs to the checkpoint."""
-    for each in found:
-        assert each == {"complete before": [False], "whole": True}
+    assert found == [{"complete before": [False], "whole": True}] * 2
 
 
 @on_ranks("early:given_up_before")
@@ -95,8 +94,7 @@ def test_a_rank_that_gives_up_before_the_commit_prevents_it(found: list[Any]) ->
 @on_ranks("early:given_up_too_late")
 def test_a_rank_that_gives_up_too_late_leaves_its_files(found: list[Any]) -> None:
     """They belong to a checkpoint."""
-    for each in found:
-        assert each == {"whole": True, "files": 3}
+    assert found == [{"whole": True, "files": 3}] * 2
 
 
 @on_ranks(
@@ -134,8 +132,7 @@ def test_values_of_two_saves_do_not_become_one_checkpoint(found: list[Any]) -> N
 @on_ranks("early:given_up_by_all")
 def test_saves_that_all_ranks_give_up_cost_no_other(found: list[Any]) -> None:
     """Though each does at a time of its own."""
-    for each in found:
-        assert each == {"values": [WARM + 2] * 2}
+    assert found == [{"values": [WARM + 2] * 2}] * 2
 
 
 def test_ranks_count_anew_before_they_count_too_many_directories() -> None:
@@ -260,22 +257,19 @@ def test_another_groups_commit_is_not_taken_for_the_own(found: list[Any]) -> Non
 @on_ranks("early:one_of_the_groups_fails")
 def test_a_failure_of_one_group_fails_the_request_of_all(found: list[Any]) -> None:
     """Nothing of it is committed."""
-    for each in found:
-        assert each == {"raised": True, "complete": False}
+    assert found == [{"raised": True, "complete": False}] * 2
 
 
 @on_ranks("early:given_up_in_another_queue")
 def test_what_others_have_finalised_is_not_torn(found: list[Any]) -> None:
     """By a rank that gives it up when the decision about it is removed from the store."""
-    for each in found:
-        assert each == {"whole": True}
+    assert found == [{"whole": True}] * 2
 
 
 @on_ranks("early:two_to_one_directory")
 def test_of_two_saves_to_a_directory_the_later_one_wins(found: list[Any]) -> None:
     """Whoever is faster."""
-    for each in found:
-        assert each == [[0.0, 0.0]] * 6
+    assert found == [[[0.0, 0.0]] * 6] * 2
 
 
 @on_ranks("early:counted_differently_in_flight")
@@ -289,29 +283,25 @@ def test_records_of_different_saves_are_not_mixed(found: list[Any]) -> None:
 @on_ranks("early:beside_a_leftover")
 def test_files_of_other_names_are_committed_early(found: list[Any]) -> None:
     """Polls do not wait for a rank whose name was taken."""
-    for each in found:
-        assert each == {"whole": True}
+    assert found == [{"whole": True}] * 2
 
 
 @on_ranks("early:after_a_refused_commit")
 def test_a_refused_commit_costs_no_other_save(found: list[Any]) -> None:
     """Of several in flight."""
-    for each in found:
-        assert each == {"failures": 1, "whole": [False, True, True]}
+    assert found == [{"failures": 1, "whole": [False, True, True]}] * 2
 
 
 @on_ranks("early:one_waits_and_the_other_polls")
 def test_one_rank_may_wait_while_another_one_polls(found: list[Any]) -> None:
     """In the middle of the commit."""
-    for each in found:
-        assert each == {"whole": True}
+    assert found == [{"whole": True}] * 2
 
 
 @on_ranks("early:given_up_while_storage_hangs")
 def test_giving_up_does_not_wait_for_storage(found: list[Any]) -> None:
     """What cannot be prevented may be published later, and is whole then."""
-    for each in found:
-        assert each == {"whole": True}
+    assert found == [{"whole": True}] * 2
 
 
 @on_ranks("early:keys_of_failed_saves")
@@ -325,8 +315,7 @@ def test_failed_saves_leave_no_keys(found: list[Any]) -> None:
 @on_ranks("early:in_a_new_process_group")
 def test_process_groups_come_and_go(found: list[Any]) -> None:
     """Nothing keeps the store of one that is destroyed; the job goes on with another one."""
-    for each in found:
-        assert each == [True] * 4
+    assert found == [[True] * 4] * 2
 
 
 @on_ranks(
@@ -369,22 +358,19 @@ def test_a_signal_before_the_last_poll_costs_no_save(tmp_path: Path, how: str) -
 @on_ranks("early:nothing_to_write")
 def test_a_coordinator_with_nothing_to_write(found: list[Any]) -> None:
     """It commits, and what it gives up is not committed by its thread."""
-    for each in found:
-        assert each == {"over": True, "complete": False}
+    assert found == [{"over": True, "complete": False}] * 2
 
 
 @on_ranks("early:late_on_one_rank")
 def test_a_report_that_crosses_its_deadline_counts(found: list[Any]) -> None:
     """No save is reported as failed that is there."""
-    for each in found:
-        assert each == {"whole": True}
+    assert found == [{"whole": True}] * 2
 
 
 @on_ranks("early:dropped_plans")
 def test_a_plan_that_is_dropped_holds_no_tensors(found: list[Any]) -> None:
     """Until the garbage collector runs, they would be beside those of the next save."""
-    for each in found:
-        assert each == {"gone": True}
+    assert found == [{"gone": True}] * 2
 
 
 @on_ranks("early:forked")
@@ -404,15 +390,13 @@ def test_a_process_ends_though_a_thread_is_in_the_store(tmp_path: Path) -> None:
 @on_ranks("early:several_in_one_poll")
 def test_the_poll_that_finalises_one_finalises_all_that_are_done(found: list[Any]) -> None:
     """The first one only asks."""
-    for each in found:
-        assert each == [[], [WARM, WARM + 1, WARM + 2]]
+    assert found == [[[], [WARM, WARM + 1, WARM + 2]]] * 2
 
 
 @on_ranks("early:an_adapters_poll")
 def test_an_adapters_poll_commits_at_once(found: list[Any]) -> None:
     """Saves of every kind, those before the steady state too."""
-    for each in found:
-        assert each == [True] * 6
+    assert found == [[True] * 6] * 2
 
 
 def test_what_a_later_save_has_removed_is_not_published(tmp_path: Path) -> None:
