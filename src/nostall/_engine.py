@@ -34,7 +34,6 @@ from nostall._model.torch_threads import spawn_in_torch
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
-from nostall._storage.removed_files import RemovedFiles
 from nostall._writer.handle import WriterProcess
 from nostall.errors import OptionError, SaveAbortedError
 from nostall.options import EngineOptions
@@ -61,8 +60,6 @@ class Engine:
         """Faults for every save that starts now; set by tests only."""
         self.under_way = UnderWay()
         """Progress of the saves that use this engine."""
-        self.removed = RemovedFiles()
-        """Files of replaced checkpoints whose blocks storage has not freed."""
         self._cancellable: set[tuple[str, threading.Event]] = set()
         self._is_closed = False
         self._writers: list[WriterProcess] = []
@@ -167,7 +164,6 @@ class Engine:
             after: Earlier submissions of the same save; they become part of the report.
         """
         writer = self.writer()
-        self.removed.await_room(self.options.save_timeout_s)
         # The job owns the lease now: on an exception from outside, such as Ctrl-C, the caller
         # releases its own while the writer process may still read the memory.
         leases = [self.arena.adopt(lease)]
@@ -292,7 +288,6 @@ class Engine:
         """In a forked child: drop the parent's processes and descriptors."""
         for writer in self._writers:
             writer.abandon_after_fork()
-        self.removed.close_all()
 
     def _forget(self, block: Block) -> None:
         with self._lock:

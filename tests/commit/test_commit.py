@@ -7,12 +7,9 @@ import errno
 import os
 import pickle
 import struct
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,14 +24,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from nostall._commit.metadata import load_metadata
 from nostall._commit.publication import complete_metadata, publication_of
 from nostall._commit.publish import commit
-from nostall._engine import default_engine
 from nostall._model.names import is_draft
 from nostall._save import finalize
 from nostall._save.leftovers import files_of
-from nostall._storage import posix, removed_files
+from nostall._storage import posix
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.posix_storage import PosixStorage
-from nostall._storage.removed_files import RemovedFiles
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     CheckpointExistsError,
@@ -49,7 +44,6 @@ from nostall.integrity import verify
 from support.crashes import RecordingOs
 from support.faults import Fault, inject
 from support.states import blobs, read_metadata, schedule, small_state
-from support.waiting import wait_until
 
 # --- the commit itself ----------------------------------------------------------------------------
 
@@ -76,10 +70,7 @@ def test_metadata_is_published_whole_under_its_name(tmp_path: Path, *, sync: boo
 def test_a_file_written_in_pieces_holds_all_of_them(tmp_path: Path, sizes: list[int]) -> None:
     """In order, whatever their sizes."""
     pieces = [bytes([number]) * size for number, size in enumerate(sizes)]
-    file = posix.UnfinishedFile(str(tmp_path / "file"), sync=True)
-    file.write(pieces)
-    file.finish()
-    file.close()
+    os.close(posix.write_draft(str(tmp_path / "file"), pieces, sync=True))
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
 
 
@@ -103,28 +94,6 @@ def test_a_commit_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert caught.value.errno in {errno.EISDIR, errno.ENOTEMPTY, errno.EEXIST}
     assert caught.value.path == str(blocked)
     assert names_in(tmp_path) == {".metadata", "old.distcp"}
-
-
-class ClosingOs(RecordingOs):
-    """A system on which another thread closes a file while this one looks at its name."""
-
-    def __init__(self, file: posix.UnfinishedFile) -> None:
-        super().__init__()
-        self._file = file
-
-    def stat(self, path: str | int) -> os.stat_result:
-        if path == self._file.where:
-            self._file.close()
-        return os.stat(path)
-
-
-def test_a_file_that_is_closed_while_it_is_removed_is_gone(tmp_path: Path) -> None:
-    """Removal raises nothing: a failed save that drops its metadata reports its own failure."""
-    file = posix.UnfinishedFile(str(tmp_path / "file"), sync=False)
-    with patch.object(posix, "os", ClosingOs(file)):
-        file.write([b"content"])
-        file.remove()
-    assert names_in(tmp_path) == set()
 
 
 class DenyingOs(RecordingOs):
@@ -197,28 +166,6 @@ def test_a_rename_that_was_done_is_done_whatever_the_system_says(tmp_path: Path)
     with patch.object(posix, "os", ForgetfulOs()):
         publish(tmp_path)
     assert (tmp_path / ".metadata").read_bytes() == b"new"
-
-
-@pytest.mark.parametrize("most", [0, 2, 64])
-def test_removed_files_lose_their_names_at_once_and_their_room_later(
-    tmp_path: Path, most: int
-) -> None:
-    """Links are removed and not followed, and what is not there is no error."""
-    for name in ("a", "b", "c", "kept"):
-        (tmp_path / name).write_bytes(b"shard")
-    (tmp_path / "link").symlink_to(tmp_path / "kept")
-    names = ("a", "was never there", "link", "b", "c")
-    held: list[int] = []
-    with patch.object(posix, "_MOST_TO_HOLD", most):
-        posix.remove_and_hold((str(tmp_path / name) for name in names), held)
-    assert names_in(tmp_path) == {"kept"}
-    assert len(held) == min(most, 4)
-    assert all(os.fstat(fd).st_nlink == 0 for fd in held)
-    descriptors = list(held)
-    posix.close_all(held)
-    for fd in descriptors:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(fd)
 
 
 class RefusedRename(RecordingOs):
@@ -433,35 +380,6 @@ def test_a_second_save_replaces_the_first(
         assert_holds(path, small_state(number), tmp_path / f"stock {number}")
 
 
-class SlowToGiveBack(RecordingOs):
-    """A system that frees unnamed files only when it is let; a child's copy is never the last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pid = os.getpid()
-        self.is_asked, self.is_let = threading.Event(), threading.Event()
-        self.free_nbytes = 0
-
-    def close(self, fd: int) -> None:
-        has_name = os.fstat(fd).st_nlink
-        os.close(fd)
-        if not has_name and os.getpid() == self._pid:
-            self.is_asked.set()
-            assert self.is_let.wait(60)
-
-    def fstatvfs(self, _fd: int) -> SimpleNamespace:
-        return SimpleNamespace(f_bavail=self.free_nbytes, f_frsize=1)
-
-
-@pytest.fixture
-def slow() -> Iterator[SlowToGiveBack]:
-    system = SlowToGiveBack()
-    with patch.object(posix, "os", system):
-        yield system
-        system.is_let.set()
-        default_engine().removed.await_room(60)
-
-
 def held_files(directory: Path) -> list[str]:
     """Files below a directory that this process has descriptors of."""
     found = []
@@ -472,74 +390,14 @@ def held_files(directory: Path) -> list[str]:
 
 
 @SAVES
-def test_on_a_full_disk_a_save_waits_for_the_room_of_a_replaced_checkpoint(
-    tmp_path: Path, save: Callable[..., None], slow: SlowToGiveBack
+def test_the_room_of_a_replaced_checkpoint_is_free_when_the_save_is_committed(
+    tmp_path: Path, save: Callable[..., None]
 ) -> None:
-    """It may have no other. The call that has replaced it does not wait."""
-    for seed in range(2):
-        save(tmp_path / "replaced", small_state(seed), thread_count=2)
-    assert slow.is_asked.wait(60)
-    assert_holds(tmp_path / "replaced", small_state(1), tmp_path / "stock")
-    with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(save, tmp_path / "next", small_state(2))
-        assert wait([saving], 0.3).not_done
-        assert list(tmp_path.glob("next/*.distcp")) == []
-        slow.is_let.set()
-        saving.result(60)
-    assert held_files(tmp_path) == []
-    assert verify(tmp_path / "next").ok
-
-
-@SAVES
-def test_the_room_of_a_replaced_checkpoint_is_not_waited_for_if_there_is_other(
-    tmp_path: Path, save: Callable[..., None], slow: SlowToGiveBack
-) -> None:
-    """To give it back takes storage a fifth of a second per gigabyte."""
-    slow.free_nbytes = 1 << 30
+    """On a nearly full disk the next save has no other."""
     for seed in range(3):
         save(tmp_path, small_state(seed), thread_count=2)
-    assert slow.is_asked.wait(60)
-    assert held_files(tmp_path)
-    slow.is_let.set()
-    wait_until(lambda: not held_files(tmp_path))
-    assert verify(tmp_path).ok
-
-
-def test_room_that_storage_does_not_give_back_is_waited_for_once(
-    tmp_path: Path, slow: SlowToGiveBack
-) -> None:
-    """Not for ever, as it may not be needed; names go all the same, and descriptors are few."""
-    with patch.object(removed_files, "_ROOM_TIMEOUT_S", 0.1):
-        for seed in range(4):
-            state = {str(n): torch.full((9,), seed) for n in range(40)}
-            save_by_queue(tmp_path, state, thread_count=40)
-            assert len(list(tmp_path.glob("*.distcp"))) == 40
-    assert slow.is_asked.is_set()
-    assert 0 < len(held_files(tmp_path)) <= 64
-    slow.is_let.set()
-    wait_until(lambda: not held_files(tmp_path))
-    assert verify(tmp_path).ok
-
-
-def test_a_child_that_is_forked_while_room_is_given_back_keeps_no_file(
-    tmp_path: Path, slow: SlowToGiveBack
-) -> None:
-    """A data loader lives for hours; what it held would stay on the disk."""
-    for seed in range(2):
-        save_by_queue(tmp_path, small_state(seed), thread_count=4)
-    assert slow.is_asked.wait(60)
-    assert held_files(tmp_path)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.write(writing, "\n".join(held_files(tmp_path)).encode())
-        finally:
-            os._exit(0)
-    os.close(writing)
-    os.waitpid(child, 0)
-    with os.fdopen(reading) as stream:
-        assert stream.read() == ""
+        assert held_files(tmp_path) == []
+        assert len(list(tmp_path.glob("*.distcp"))) == 2
 
 
 def test_a_checkpoint_of_stock_is_replaced_like_ours(tmp_path: Path) -> None:
@@ -849,7 +707,7 @@ def test_a_removal_that_fails_does_not_deny_the_checkpoint(
 ) -> None:
     """The new checkpoint is committed by then; files of the old one that stay cost room only."""
 
-    def refuse(self: RemovedFiles, paths: object) -> None:
+    def refuse(self: PosixStorage, names: object) -> None:
         raise MemoryError
 
     for seed in (1, 2):
@@ -858,5 +716,5 @@ def test_a_removal_that_fails_does_not_deny_the_checkpoint(
             storage_writer=FileSystemWriterAsync(tmp_path / "save"),
             no_dist=True,
         )
-        monkeypatch.setattr(RemovedFiles, "remove", refuse)
+        monkeypatch.setattr(PosixStorage, "remove", refuse)
     assert verify(tmp_path / "save").ok

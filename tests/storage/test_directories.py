@@ -150,17 +150,20 @@ def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -
 
 def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) -> None:
     """Of two processes with one temporary name the faster one fails, and takes nothing away."""
-    path = str(tmp_path / ".metadata.tmp")
-    ours, anothers = (posix.UnfinishedFile(path, sync=True) for _ in range(2))
-    ours.write([b"ours"])
-    anothers.write([b"another's"])
-    with pytest.raises(OSError, match="another process"):
-        ours.finish()
-    ours.remove()
-    ours.close()
-    anothers.finish()
-    assert Path(path).read_bytes() == b"another's"
-    anothers.close()
+    path = tmp_path / ".metadata.tmp"
+
+    class Meeting(RecordingOs):
+        def fsync(self, fd: int) -> None:
+            super().fsync(fd)
+            path.unlink()
+            path.write_bytes(b"another's")
+
+    with (
+        patch.object(posix, "os", Meeting()),
+        pytest.raises(OSError, match="another process has replaced"),
+    ):
+        posix.write_draft(str(path), [b"ours"], sync=True)
+    assert path.read_bytes() == b"another's"
 
 
 @pytest.mark.parametrize("how", ["dcp.save", "split"])

@@ -26,7 +26,8 @@ from nostall._cli.output import Answer, progress
 from nostall._model.names import METADATA_NAME, SAFETENSORS_SUFFIX, SHARD_SUFFIX
 from nostall._model.wording import counted, some
 from nostall._read.objects import unloadable
-from nostall._storage.places import is_address, may_have, storage_at
+from nostall._storage.places import is_address, storage_at
+from nostall._storage.port import may_have
 from nostall._storage.posix import replace_file, sync_directory
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import (

@@ -46,8 +46,8 @@ from nostall._model.names import (
 )
 from nostall._model.wording import counted, some
 from nostall._storage.destination import place_of
-from nostall._storage.places import is_address, may_have, storage_at
-from nostall._storage.port import Stat, leaves_open
+from nostall._storage.places import is_address, storage_at
+from nostall._storage.port import Stat, leaves_open, may_have
 from nostall._storage.reading import open_to_read, part_as_stream
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError
 from nostall.integrity import State as Found

@@ -31,7 +31,8 @@ from nostall._save.leftovers import files_of, unused
 from nostall._storage import directories
 from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
 from nostall._storage.directories import Visit
-from nostall._storage.places import may_have, storage_at
+from nostall._storage.places import storage_at
+from nostall._storage.port import may_have
 from nostall._writer.faults import Faults
 from nostall.errors import (
     NotDurableError,
@@ -121,7 +122,7 @@ def publish(
         path: The metadata file, in the checkpoint directory.
         publication: The publication.
         finished: The result of :func:`finish_metadata`.
-        engine: The engine whose next save waits until a replaced checkpoint's space is free.
+        engine: The engine of the save.
         sync: Whether to fsync.
         written_here: Name of a file that this rank wrote for the checkpoint, if any.
         visit: This rank's part of the save; it ends before another save may commit here.
@@ -145,7 +146,7 @@ def publish(
             raise OSError(errno.ENOENT, "the files of this save are gone", gone)
         point.at(where)
 
-    def run() -> list[str]:
+    def run() -> tuple[str, ...]:
         with directories.committing(directory, timeout_s=timeout_s):
             if visit is not None and visit.is_removed:
                 raise WriteError(
@@ -163,24 +164,24 @@ def publish(
                 replaced_files=left_over,
                 at=at,
             )
-            paths = [storage.where(each) for each in names]
-            directories.note_removed(paths)
+            directories.note_removed([storage.where(each) for each in names])
             if visit is not None:
                 visit.end(committed=True)
-            return paths
+            return names
 
     began_s = time.monotonic()
     to_remove = _run_in_time(run, point, path, timeout_s)
     left_s = max(REMOVAL_TIMEOUT_S, timeout_s - (time.monotonic() - began_s))
+    paths = [storage.where(each) for each in to_remove]
     try:
-        remove_in_time(to_remove, remove=engine.removed.remove, timeout_s=left_s)
+        remove_in_time(paths, remove=lambda _: storage.remove(to_remove), timeout_s=left_s)
     except Exception:  # the checkpoint is published and must not be reported as lost
         _log.exception("files of the replaced checkpoint were not removed: path=%s", directory)
 
 
 def _run_in_time(
-    run: Callable[[], list[str]], point: _PointOfNoReturn, path: str, timeout_s: float
-) -> list[str]:
+    run: Callable[[], tuple[str, ...]], point: _PointOfNoReturn, path: str, timeout_s: float
+) -> tuple[str, ...]:
     """Run a commit; if storage hangs, the error says whether it may still take effect."""
     try:
         return in_time(

@@ -16,11 +16,12 @@ from nostall._commit.metadata import referenced_files
 from nostall._commit.publication import Publication
 from nostall._model.names import (
     METADATA_SUFFIX,
+    is_draft,
     is_given_to_shards,
     is_ours_to_remove,
 )
 from nostall._model.values import RankFiles
-from nostall._storage import directories, posix
+from nostall._storage import directories
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.port import Files
 from nostall._storage.reading import open_to_read, read_metadata
@@ -82,7 +83,9 @@ def unused(
         names = files.list()
         strangers = unreferenced(files, names, metadata_name) - used - replaced
         yield from strangers & left
-        yield from posix.drafts_of_others(names)
+        # Commits of this process to a directory take turns, so none of these is under way in it. A
+        # process whose draft is gone fails cleanly, or makes another one.
+        yield from filter(is_draft, names)
         longest_s = _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
         yield from _old_ones(files, metadata_name, strangers - left, longest_s)
     except OSError:  # not fatal: the next save looks again

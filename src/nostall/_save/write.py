@@ -152,8 +152,6 @@ def in_thread(
     def run() -> None:
         with registered:
             try:
-                if not cancelled.is_set():
-                    engine.removed.await_room(engine.options.save_timeout_s)
                 report = write(cancelled)
             except BaseException as error:  # becomes the report
                 failure = failure_of(error, phase="write")

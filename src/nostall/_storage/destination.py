@@ -12,13 +12,12 @@ from typing import Any
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import (
     is_address,
-    may_have,
     normal,
     resolved,
     set_storage_options,
     storage_at,
 )
-from nostall._storage.port import Storage
+from nostall._storage.port import Storage, may_have
 from nostall.errors import CheckpointExistsError, OptionError, WriteError
 from nostall.options import EngineOptions
 

@@ -176,14 +176,3 @@ def identity(place: str) -> str:
 def name_in(place: str, path: str) -> str:
     """The name of a file below a place, from its path."""
     return path[len(place) :].lstrip("/")
-
-
-def may_have(storage: Storage, name: str) -> bool:
-    """Whether a file exists; also true if storage cannot tell."""
-    try:
-        storage.stat(name)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True

@@ -224,6 +224,17 @@ def how_to_read(error: OSError) -> str:
     return "try again when storage answers"
 
 
+def may_have(files: Files, name: str) -> bool:
+    """Whether a file exists; also true if storage cannot tell."""
+    try:
+        files.stat(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def require_file(files: Files, name: str, nbytes: int) -> None:
     """Check that a file is where it was written.
 

@@ -20,13 +20,9 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from weakref import WeakSet
 
 from nostall._model.jobs import page_aligned
-from nostall._model.names import is_draft
 
-_MOST_TO_HOLD = 64
-"""Removed files; a rank has a few of them, and a process may open about a thousand."""
 _NOTHING_WRITTEN = "the system wrote nothing, without an error"
 _NAMES_TRIED = 100
 
@@ -199,20 +195,6 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def may_be_there(path: str) -> bool:
-    """Whether the path exists; also true if storage cannot tell.
-
-    ``os.path.exists`` is false for every error.
-    """
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        return True
-    return True
-
-
 def make_directory(path: str) -> None:
     """Make a directory if it does not exist.
 
@@ -259,104 +241,56 @@ def is_same(one: str | int, other: str) -> bool:
         return False
 
 
-def drafts_of_others(names: Iterable[str]) -> set[str]:
-    """Those of the names that are unpublished metadata, which another process has made or left.
-
-    A process whose draft is gone fails cleanly, or makes another one.
-    """
-    mine = {os.path.basename(each.where) for each in list(_unfinished)}
-    return set(filter(is_draft, names)) - mine
-
-
-class UnfinishedFile:
-    """A new file; an existing file of that path is removed first.
+def write_draft(path: str, content: Sequence[bytes], *, sync: bool) -> int:
+    """Make a file that is to be renamed; an existing file of that path is removed first.
 
     Args:
         path: Its path.
-        sync: Whether to fsync what is written.
+        content: In pieces.
+        sync: Whether to fsync it.
+
+    Returns:
+        A descriptor that cannot be read. Until it is closed no other file of this machine can have
+        the same device and inode, even if this one is removed.
+
+    Raises:
+        OSError: The system refused, wrote nothing without an error, or has another file there.
     """
-
-    def __init__(self, path: str, *, sync: bool) -> None:
-        self.where = path
-        self._sync = sync
-        self._opened: list[int] = []
-        self._is_closed = False
-        _unfinished.add(self)
-
-    def write(self, content: Sequence[bytes]) -> None:
-        """Make the file, with this content.
-
-        Args:
-            content: In pieces.
-
-        Raises:
-            OSError: The system refused, or wrote nothing without an error.
-        """
-        (fd,) = self._opened = [self._made()]
-        whole, at = memoryview(b"".join(content)), 0
-        while at < len(whole):
-            written = os.pwrite(fd, whole[at:], at)
-            if written == 0:
-                raise OSError(errno.EIO, _NOTHING_WRITTEN, self.where)
-            at += written
-        if self._sync:
-            os.fsync(fd)
-
-    def _made(self) -> int:
+    descriptors: list[int] = []
+    try:
         try:
-            return _create(self.where)
+            descriptors.append(_create(path))
         except FileExistsError:
             # Never overwritten: it may be a link to another file, or have another name.
-            os.unlink(self.where)
-            return _create(self.where)
-
-    def finish(self) -> tuple[int, int]:
-        """Close the file: some file systems store it, or report a full disk, only then.
-
-        Returns:
-            Its device and inode. Until :meth:`close` no other file of this machine can have them,
-            even if it is removed.
-
-        Raises:
-            OSError: The system refused, or the path is another file.
-        """
-        (fd,) = self._opened
-        self._opened.insert(0, os.open(self.where, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
-        if identity_of(self._opened[0]) != identity_of(fd):
-            raise OSError(errno.ESTALE, "another process has replaced the file", self.where)
-        os.close(self._opened.pop())
-        return identity_of(self._opened[0])
-
-    def remove(self) -> None:
-        """Remove the file, unless it is closed or another process has replaced it with its own."""
-        if self._is_closed:
-            return
-        opened = self._opened[-1:]  # another thread may close it meanwhile
-        if not opened:  # storage may have made it although it reported an error
-            remove_empty_files([self.where])
-            return
-        with suppress(OSError):
-            if identity_of(self.where) != identity_of(opened[0]):
-                return
-        remove_files([self.where])
-
-    def close(self) -> None:
-        """Close all descriptors; errors are ignored. Idempotent."""
-        self._is_closed = True
-        close_all(self._opened)
-        _unfinished.discard(self)  # if it could not be removed, a later commit may do that
+            os.unlink(path)
+            descriptors.append(_create(path))
+        whole, at = memoryview(b"".join(content)), 0
+        while at < len(whole):
+            written = os.pwrite(descriptors[0], whole[at:], at)
+            if written == 0:
+                raise OSError(errno.EIO, _NOTHING_WRITTEN, path)
+            at += written
+        if sync:
+            os.fsync(descriptors[0])
+        descriptors.append(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
+        if identity_of(descriptors[0]) != identity_of(descriptors[1]):
+            raise OSError(errno.ESTALE, "another process has replaced the file", path)
+        # Some file systems store it, or report a full disk, only now.
+        os.close(descriptors.pop(0))
+        return descriptors[0]
+    except BaseException:  # passed on; no caller gets a descriptor
+        if not descriptors:  # storage may have made it although it reported an error
+            remove_empty_files([path])
+        else:
+            remove_draft(path, descriptors[0])
+        close_all(descriptors)
+        raise
 
 
-_unfinished: WeakSet[UnfinishedFile] = WeakSet()
-
-
-def _close_after_fork() -> None:
-    """Otherwise a data loader's worker keeps a removed file's blocks (on NFS: its directory)."""
-    for file in list(_unfinished):
-        file.close()
-
-
-os.register_at_fork(after_in_child=_close_after_fork)
+def remove_draft(path: str, fd: int) -> None:
+    """Remove the file of a descriptor, unless another process has replaced it with its own."""
+    if is_same(fd, path):
+        remove_files([path])
 
 
 def replace_file(path: str, by: str) -> None:
@@ -476,36 +410,8 @@ def remove_empty_files(paths: Iterable[str]) -> None:
                 os.unlink(path)
 
 
-def remove_and_hold(paths: Iterable[str], held: list[int]) -> None:
-    """As :func:`remove_files`, but blocks are freed only when the descriptors are closed.
-
-    Removing a name is fast. Freeing blocks takes 0.2 s per GiB on ext4 on the benchmark machine.
-
-    Args:
-        paths: What to remove.
-        held: Receives the descriptors, up to a limit; blocks of further files are freed at once.
-    """
-    for path in paths:
-        if len(held) < _MOST_TO_HOLD:
-            with suppress(OSError):
-                held.append(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
-        remove_files([path])
-
-
-def has_room_for(held: list[int]) -> bool:
-    """Whether storage has room for these files once more; false if that is unknown."""
-    try:
-        room = os.fstatvfs(held[0])
-        return room.f_bavail * room.f_frsize > sum(os.fstat(fd).st_size for fd in held)
-    except (IndexError, OSError):  # another thread may have closed them
-        return False
-
-
 def close_all(descriptors: list[int]) -> None:
-    """Close all descriptors; errors are ignored.
-
-    Each is taken out of the list before it is closed: a child forked meanwhile closes the others.
-    """
-    while descriptors:
+    """Close all descriptors; errors are ignored."""
+    for fd in descriptors:
         with suppress(OSError):
-            os.close(descriptors.pop())
+            os.close(fd)

@@ -16,7 +16,6 @@ from nostall._storage.port import Stat, Version
 from nostall._storage.posix import (
     ImageFile,
     make_directory,
-    may_be_there,
     remove_file,
     sync_directory,
 )
@@ -62,8 +61,9 @@ class PosixFiles:
         )
 
     def flush(self) -> None:
-        if self._sync and may_be_there(self._directory):
-            sync_directory(self._directory)
+        if self._sync:
+            with suppress(FileNotFoundError):
+                sync_directory(self._directory)
 
     def open(self, name: str) -> PosixSource:
         return PosixSource(self.where(name))

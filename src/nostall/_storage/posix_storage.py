@@ -10,20 +10,19 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 
 from nostall._model.names import METADATA_SUFFIX
-from nostall._model.threads import spawn_or_run
-from nostall._storage.port import Conflict, Version, reason, version_of
+from nostall._storage.port import Conflict, Version, may_have, reason, version_of
 from nostall._storage.posix import (
-    UnfinishedFile,
+    close_all,
     identity_of,
-    may_be_there,
     remove_directory,
+    remove_draft,
     replace_file,
     sync_directory,
     sync_name,
+    write_draft,
 )
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.reading import open_to_read, read_metadata
@@ -50,30 +49,28 @@ class PosixStorage(PosixFiles):
         expected: Version | None = None,
         before: Callable[[], None] = lambda: None,
     ) -> None:
-        final, file = self.where(name), self._temporary_for(name)
-        try:
-            with _durable_name(self.where()) if self._sync else nullcontext():
-                file.write(content)
-            identity = file.finish()
-            before()
-            if expected is not None and version_of(self.stat, name) != expected:
-                raise Conflict(final)
-            _rename(final, file.where, identity, content)
-        except NotDurableError:
-            raise
-        except BaseException:  # passed on; nothing is published
-            file.remove()
-            raise
-        finally:
-            file.close()
-        if self._sync:
-            make_name_durable(final, what="the new checkpoint")
-
-    def _temporary_for(self, name: str) -> UnfinishedFile:
+        final = self.where(name)
         # Another process that saves to this directory must not publish this file. A crash leaves
         # it, and nobody looks for random names but a commit, for those of metadata.
         unique = f".{os.urandom(4).hex()}" if name.endswith(METADATA_SUFFIX) else ""
-        return UnfinishedFile(f"{self.where(unique + name)}.tmp", sync=self._sync)
+        draft = f"{self.where(unique + name)}.tmp"
+        fd = write_draft(draft, content, sync=self._sync)
+        try:
+            if self._sync:
+                sync_name(self._directory)
+            before()
+            if expected is not None and version_of(self.stat, name) != expected:
+                raise Conflict(final)
+            _rename(final, draft, identity_of(fd), content)
+        except NotDurableError:
+            raise
+        except BaseException:  # passed on; nothing is published
+            remove_draft(draft, fd)
+            raise
+        finally:
+            close_all([fd])
+        if self._sync:
+            make_name_durable(final, what="the new checkpoint")
 
 
 def _rename(
@@ -130,7 +127,10 @@ def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], b
                 return
             if doubt is None and (
                 error.errno in _REFUSALS
-                or (error.errno == errno.ENOENT and not may_be_there(os.path.dirname(final)))
+                or (
+                    error.errno == errno.ENOENT
+                    and not may_have(PosixFiles(os.path.dirname(final)), "")
+                )
             ):
                 raise
             doubt = doubt or error
@@ -200,28 +200,3 @@ def _unknown(path: str, what: str, *errors: Exception) -> NotDurableError:
         path=path,
         hint="check the directory when storage answers again; another process may save to it",
     )
-
-
-@contextmanager
-def _durable_name(directory: str) -> Iterator[None]:
-    """Make the directory's own name durable, concurrently with the block's own fsync.
-
-    Raises:
-        OSError: The name could not be made durable.
-    """
-    failures: list[OSError] = []
-
-    def sync() -> None:
-        try:
-            sync_name(directory)
-        except OSError as error:
-            failures.append(error)
-
-    thread = spawn_or_run("nostall-commit", sync)
-    try:
-        yield
-    finally:
-        if thread is not None:
-            thread.join()
-    if failures:
-        raise failures[0]
