@@ -10,13 +10,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
-from nostall._memory import arena as arena_module
 from nostall._memory.arena import Arena, Block, Lease, address_of
 from nostall._memory.available import available_nbytes
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
@@ -513,34 +510,3 @@ def test_leases_can_be_looked_for_while_others_come_and_go() -> None:
         done.set()
         thread.join(SOON)
         sys.setswitchinterval(interval)
-
-
-class Collecting(Future[None]):
-    """A future that the garbage collector interrupts when it is made, once."""
-
-    kept: ClassVar[list[object]] = []
-    """Nobody refers to it from then on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        if self.kept:
-            self.kept.clear()
-            gc.collect()
-
-
-def test_a_lease_may_be_returned_while_another_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the garbage collector, in the middle of the announcement."""
-    arena = Arena(max_blocks=2)
-    first, cycle = lease(arena, UNIT), list[object]([lease(arena, UNIT)])
-    cycle.append(cycle)
-    Collecting.kept.append(cycle)
-    monkeypatch.setattr(arena_module, "Future", Collecting)
-    gc.disable()
-    try:
-        del cycle
-        first.release()
-    finally:
-        gc.enable()
-    assert not Collecting.kept
-    for each in [lease(arena, UNIT) for _ in range(2)]:
-        each.release()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
-import time
 from contextlib import ExitStack
-from unittest.mock import patch
 
 import pytest
 
@@ -20,8 +16,8 @@ from support.trainers import running
 MIB = 1 << 20
 
 
-def test_two_ranks_of_a_container_reserve_in_turns() -> None:
-    """Memory that is enough for one: it gets it, and the other an error; ten times."""
+def test_two_ranks_of_a_container_share_what_it_has() -> None:
+    """Memory that is enough for one: at most one gets it, others an error; ten times."""
     with memory_limit(700 * MIB) as group, ExitStack() as stack:
         ranks = [
             stack.enter_context(running("reserves", str(group), str(400 * MIB))) for _ in range(2)
@@ -32,7 +28,8 @@ def test_two_ranks_of_a_container_reserve_in_turns() -> None:
             for rank in ranks:
                 rank.tell()
             told = [rank.hear() for rank in ranks]
-            assert sorted(key for each in told for key in each) == ["error", "reserved"]
+            outcomes = sorted(key for each in told for key in each)
+            assert outcomes in (["error", "reserved"], ["error", "error"])
             for rank in ranks:
                 rank.tell()
                 assert rank.hear() == {}
@@ -53,21 +50,9 @@ def test_what_a_failed_reservation_took_is_free_before_others_look(
     """A larger block that cannot grow keeps what it has, and no more."""
     left = iter([1 << 40, 1 << 40, 0, 0])
     monkeypatch.setattr(arena, "available_nbytes", lambda: next(left))
-    monkeypatch.setattr(arena, "_PART_NBYTES", 2 * MIB)
+    monkeypatch.setattr(arena, "_MOST_AT_ONCE_NBYTES", 2 * MIB)
     block = Block(2 * MIB)
     with pytest.raises(ReservationError, match="0 bytes available"):
         block.grow(8 * MIB)
     assert block.nbytes == 2 * MIB
     assert os.fstat(block.fd).st_blocks * 512 == 2 * MIB
-
-
-def test_where_locks_are_not_supported_nobody_waits_for_a_turn() -> None:
-    """Reserving goes on at once, without one."""
-    began_s = time.monotonic()
-    with (
-        patch.object(arena, "_SCARCE_NBYTES", 1 << 62),
-        patch.object(fcntl, "flock", side_effect=OSError(errno.ENOLCK, "no locks")) as asked,
-    ):
-        Block(1)
-    assert asked.called
-    assert time.monotonic() - began_s < arena._TURN_TIMEOUT_S / 4

@@ -166,18 +166,18 @@ def test_a_checkpoint_on_tmpfs_is_the_one_on_disk(
         assert blobs(in_memory_directory / "saved") == blobs(tmp_path / "saved")
 
 
-def _refusing_open(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As on a file system without direct I/O: the open is refused."""
+def _refusing_flag(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As on a file system without direct I/O: the flag is refused."""
     refused = []
-    real = os.open
+    real = fcntl.fcntl
 
-    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_DIRECT:
-            refused.append(str(path))
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
-        return real(path, flags, *args, **kwargs)
+    def refuse(fd: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            refused.append(os.readlink(f"/proc/self/fd/{fd}"))
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, command, flags)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     return refused
 
 
@@ -197,7 +197,7 @@ def _refusing_write(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.usefixtures("takes_direct_io")
-@pytest.mark.parametrize("refuse", [_refusing_open, _refusing_write], ids=["open", "write"])
+@pytest.mark.parametrize("refuse", [_refusing_flag, _refusing_write], ids=["flag", "write"])
 @pytest.mark.parametrize("chunk_nbytes", [PAGE, 8 << 20], ids=["many chunks", "one chunk"])
 def test_a_file_system_that_refuses_direct_io_gets_the_same_files(
     tmp_path: Path,
@@ -207,7 +207,7 @@ def test_a_file_system_that_refuses_direct_io_gets_the_same_files(
 ) -> None:
     """A file for which direct writes are refused goes through the page cache, the same to the byte.
 
-    Refused with EINVAL at the open or at a write, by one thread or several at once.
+    Refused with EINVAL: the flag, or a write, by one thread or several at once.
     """
     nostall.configure(EngineOptions(chunk_nbytes=chunk_nbytes))
     save(tmp_path / "direct", odd_state(), thread_count=2)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import gc
 import itertools
 import mmap
@@ -23,7 +22,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from glob import glob
 from typing import Any, ClassVar
 
@@ -36,17 +35,15 @@ _MAP_UNIT_NBYTES = 2 << 20
 """Blocks are a multiple of a huge page, so that the system can back them with huge pages."""
 _STAGED_PATIENCE_S = 2.0
 """Planning a staged save takes less. After that it is being written, and the wait is for that."""
-_LOOK_AGAIN_S = 1.0
+_LOOK_AGAIN_S = 0.005
 _MEMFD_PREFIX = "nostall-"
 _MARGIN_NBYTES = 32 << 20
 """What stays free when memory is reserved: the writer process needs about half of it."""
 _NBYTES_PER_TABLE_BYTE = 256
 """The page tables of trainer and writer process, each a 512th of the memory."""
-_PART_NBYTES = 256 << 20
-_SCARCE_NBYTES = 64 * _PART_NBYTES
-"""Below this, processes take turns: above, 64 of them may reserve a part each after one look."""
-_TURN_TIMEOUT_S = 60.0
-_TURN_LOOK_S = 0.01
+_PROCESSES = 64
+"""So many may reserve at the same time, each a part of what is available to all."""
+_MOST_AT_ONCE_NBYTES = 256 << 20
 _MADV_POPULATE_WRITE = 23
 """From ``linux/mman.h``; the ``mmap`` module does not define it."""
 
@@ -117,56 +114,26 @@ def _reserve(fd: int, begin: int, end: int) -> None:
     """Allocate the pages from ``begin`` to ``end``.
 
     Without swap, Linux grants an excessive request, takes all memory and kills a process. Processes
-    that reserve at the same time see the same memory as available. So each looks again before every
-    part, and when little is left they take turns.
+    that reserve at the same time see the same memory as available. So each takes a small part of
+    that, and looks again.
 
     Raises:
         OSError: The system refuses, or has less memory.
     """
     kept_nbytes = _MARGIN_NBYTES + (end - begin) // _NBYTES_PER_TABLE_BYTE
-    at, has_turn = begin, False
-    with ExitStack() as turn:
-        try:
-            while at < end:
-                left = available_nbytes() - kept_nbytes
-                if left < _SCARCE_NBYTES and not has_turn:
-                    turn.enter_context(_turn())
-                    has_turn = True
-                    continue
-                if left < end - at:
-                    raise OSError(errno.ENOMEM, f"{max(0, left)} bytes available")
-                part_nbytes = min(_PART_NBYTES, end - at)
-                os.posix_fallocate(fd, at, part_nbytes)
-                at += part_nbytes
-        except BaseException:  # also an interrupt
-            os.ftruncate(fd, begin)  # before the next process looks
-            raise
-
-
-@contextmanager
-def _turn() -> Iterator[None]:
-    """Reserve while no other process of this container does; without a lock after a timeout."""
+    at = begin
     try:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        lock = os.open("/dev/shm", flags)  # noqa: S108  # nothing is made there
-    except OSError:
-        yield
-        return
-    end_s = time.monotonic() + _TURN_TIMEOUT_S
-    try:
-        while time.monotonic() < end_s:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_TURN_LOOK_S)
-            except OSError:  # locks are not supported there
-                break
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # a forked child may have the descriptor, too
-        os.close(lock)
+        while at < end:
+            left = available_nbytes() - kept_nbytes
+            if left < end - at:
+                raise OSError(errno.ENOMEM, f"{max(0, left)} bytes available")
+            share_nbytes = left // _PROCESSES // _MAP_UNIT_NBYTES * _MAP_UNIT_NBYTES
+            part_nbytes = min(max(_MAP_UNIT_NBYTES, share_nbytes), _MOST_AT_ONCE_NBYTES, end - at)
+            os.posix_fallocate(fd, at, part_nbytes)
+            at += part_nbytes
+    except BaseException:  # also an interrupt
+        os.ftruncate(fd, begin)  # before the next process looks
+        raise
 
 
 @contextmanager
@@ -244,8 +211,6 @@ class Arena:
         """Callers that are making a block."""
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._lock = threading.RLock()
-        self._changed: Future[None] = Future()
-        """Done at the next change, after which there is a new one."""
 
     def lease(self, nbytes: int, *, timeout_s: float, beyond_limit: bool = False) -> Lease:
         """A lease on a block of at least ``nbytes`` bytes; waits for an earlier save to return one.
@@ -276,61 +241,33 @@ class Arena:
                         too_small, self._free = self._free, []
                         self._makers.add(maker)
                         break
-                # The traceback of an exception may be all that keeps a failed save's lease alive.
+                    are_staged = not self._anything_unlabelled
                 if not is_collected:
+                    # An exception's traceback may be all that keeps a failed save's lease alive.
                     gc.collect()
                     is_collected = True
-                beyond_limit = self._await_room(nbytes, timeout_s, deadline, patience)
+                    continue
+                now = time.monotonic()
+                if now >= deadline:
+                    raise SaveTimeoutError(
+                        f"all {self._max_blocks} snapshot buffers are still being written after"
+                        f" {timeout_s:g} s",
+                        phase="stage",
+                        hint="save less often, or wait for the saves in flight",
+                    )
+                beyond_limit = are_staged and now >= patience
+                if not beyond_limit:
+                    # Not a wait for a signal: the garbage collector may release a lease anywhere.
+                    is_done(Future(), _LOOK_AGAIN_S)
             return self._lease_new(nbytes, too_small, maker)
         finally:
             with self._lock:
-                is_left = maker in self._makers  # after an error or an interrupt
-                self._makers.discard(maker)
-            if is_left:
-                self._announce()
+                self._makers.discard(maker)  # after an error or an interrupt
             self._drop_all(too_small)  # after an interrupt
-
-    def _announce(self) -> None:
-        """Wake the threads that wait for memory. Not under the lock: a future has its own."""
-        following: Future[None] = Future()  # first, as the garbage collector may announce, too
-        with self._lock:
-            changed, self._changed = self._changed, following
-        changed.set_result(None)
 
     @property
     def _has_room(self) -> bool:
         return len(self._leased) + len(self._makers) < self._max_blocks
-
-    def _may_lease(self, nbytes: int) -> bool:
-        """Whether nobody has to return a block first."""
-        with self._lock:
-            is_closed = self._max_blocks == 0  # and refuses at once
-            return is_closed or self._has_room or any(each.nbytes >= nbytes for each in self._free)
-
-    def _await_room(self, nbytes: int, timeout_s: float, deadline: float, patience: float) -> bool:
-        """Wait until a block is returned, or for a second.
-
-        Returns:
-            Whether staged copies have held all of them for too long: the limit may be exceeded.
-        """
-        with self._lock:
-            until = deadline if self._anything_unlabelled else min(deadline, patience)
-            changed = self._changed
-            if self._may_lease(nbytes):
-                return False
-        left_s = until - time.monotonic()
-        if left_s > 0:
-            # A finalizer may announce a change while the wait for it begins.
-            is_done(changed, min(left_s, _LOOK_AGAIN_S))
-            return False
-        if until < deadline:
-            return True
-        raise SaveTimeoutError(
-            f"all {self._max_blocks} snapshot buffers are still being written after"
-            f" {timeout_s:g} s",
-            phase="stage",
-            hint="save less often, or wait for the saves in flight",
-        )
 
     def _take_free(self, nbytes: int) -> Block | None:
         if self._max_blocks == 0:
@@ -401,7 +338,6 @@ class Arena:
         """Free all unleased memory; leased blocks are freed when they are returned."""
         with self._lock:
             self._max_blocks = 0
-        self._announce()
         self.trim()
 
     def trim(self) -> None:
@@ -413,13 +349,11 @@ class Arena:
     def _give_back(self, block: Block) -> None:
         if os.getpid() != self._pid:
             return  # a forked child's copy of a lease; the lock may have been held during the fork
-        with uninterrupted():  # a finalizer may call this
-            with self._lock:
-                self._leased.remove(block)
-                keep = len(self._leased) + len(self._free) < self._max_blocks
-                if keep:
-                    self._free.append(block)
-            self._announce()
+        with uninterrupted(), self._lock:  # a finalizer may call this
+            self._leased.remove(block)
+            keep = len(self._leased) + len(self._free) < self._max_blocks
+            if keep:
+                self._free.append(block)
         if not keep:
             self._drop(block)
 

@@ -5,8 +5,8 @@ A save changes storage only through this module, and this module only through ``
 
 All blocks of a file are allocated when it is made. ``O_DIRECT`` requires page-aligned memory,
 offsets and lengths. Images are page-aligned; the last chunk is written with its padding, and the
-file is truncated to its length before fsync. A file system without ``O_DIRECT`` fails the open or
-the first write with ``EINVAL``; the page cache is used then, with the same result.
+file is truncated to its length before fsync. A file system without ``O_DIRECT`` refuses the flag,
+or the first write with ``EINVAL``; the page cache is used then, with the same result.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class ImageFile:
         try:
             on_created(self.name)
             if direct:
-                self._go_past_page_cache()
+                with suppress(OSError):  # not every file system has it
+                    self._set_direct(direct=True)
             _preallocate(self._fd, nbytes)
         except BaseException:  # passed on; no caller gets an object to close
             self.close()
@@ -85,7 +86,7 @@ class ImageFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
                     raise
-                self._go_through_page_cache()
+                self._set_direct(direct=False)
                 continue
             if written == 0:
                 raise OSError(errno.EIO, _NOTHING_WRITTEN, self._path)
@@ -127,27 +128,13 @@ class ImageFile:
             fd, self._fd = self._fd, -1
         return fd
 
-    def _go_past_page_cache(self) -> None:
-        """Reopen with ``O_DIRECT``. A refused ``O_DIRECT | O_CREAT`` may leave a file behind."""
-        try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.EACCES):  # EACCES because of the umask
-                raise
-            return
-        try:
-            if identity_of(fd) == identity_of(self._fd):
-                self._fd, fd = fd, self._fd
-                self._direct = True
-        finally:
-            close_all([fd])  # nothing was written through it
-
-    def _go_through_page_cache(self) -> None:
-        """Switch ``O_DIRECT`` off for all further writes; several threads may call this at once."""
+    def _set_direct(self, *, direct: bool) -> None:
+        """Bypass the page cache from now on, or not; several threads may call this at once."""
         with self._lock:
             flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-            self._direct = False
+            flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+            self._direct = direct
 
 
 def create_new(path: str) -> tuple[str, int]:
