@@ -56,8 +56,8 @@ class Engine:
         self.arena = Arena(max_blocks=self.options.max_in_flight, on_drop=self._forget)
         self.placements: dict[Any, Placement] = {}
         """Places of staged payloads in their images, by structure and options."""
-        self.faults: tuple[dict[str, Any], ...] = ()
-        """Faults for every save that starts now; set by tests only."""
+        self.faults = b""
+        """Of every save that starts now, see ``nostall._writer.faults``; set by tests only."""
         self.under_way = UnderWay()
         """Progress of the saves that use this engine."""
         self._cancellable: set[tuple[str, threading.Event]] = set()

@@ -35,6 +35,7 @@ from nostall._storage.posix import (
     sync_name,
 )
 from nostall._storage.posix_storage import give_name, make_name_durable
+from nostall._writer.child import import_paths
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import (
     NotDurableError,
@@ -151,6 +152,7 @@ class _FileSave(BackgroundSave):
             direct=options.direct_io,
             checksum_files=False,
             retries=options.write_retries,
+            sys_path=tuple(import_paths()) if self.engine.faults else (),
             faults=self.engine.faults,
         )
 

@@ -28,12 +28,13 @@ from torch.utils.serialization import config
 import nostall
 from nostall._memory.arena import address_of
 from nostall._memory.staged_state import StagedStateDict
-from nostall._model.sealing import combine_hash, seal_patches
+from nostall._model.sealing import combine_hash
 from nostall._plan.container import build_container
 from nostall._plan.skeleton import container_skeleton
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync
+from support.sealing import seal_patches
 from support.states import (
     blobs,
     read_metadata,

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -237,16 +236,9 @@ def _plain(error: BaseException) -> Report:
     return {name: getattr(error, name, None) for name in ("phase", "path", "errno", "message")}
 
 
-CLOSING_S = 10.0
-"""For storage to give back what removed files held."""
-
-
 def still_open(path: Path) -> list[str]:
     """What this process has open or mapped of nostall's, which has been reset."""
     gc.collect()  # of what a failure's traceback holds
-    for thread in threading.enumerate():
-        if thread.name == "nostall-closing":  # storage takes its time to give back removed files
-            thread.join(CLOSING_S)
     marks = ("nostall", str(path))
     found = []
     for fd in os.listdir("/proc/self/fd"):

@@ -40,7 +40,6 @@ _LEFT_BEHIND = (
     "nostall-storage",
     "nostall-writer",
     "nostall-io",
-    "nostall-commit",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import select
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 from typing_extensions import Self
 
 from nostall._engine import default_engine
+from support.points import Planned
 
 _POINTS = ("stage", "start", "open", "chunk", "fsync", "report", "commit", "publish")
 
@@ -119,7 +121,8 @@ def inject(*faults: Fault) -> Iterator[None]:
     """Apply these faults to every save of this process that starts inside the block."""
     engine = default_engine()
     before = engine.faults
-    engine.faults = (*before, *(fault.plain for fault in faults))
+    outer = pickle.loads(before) if before else ()
+    engine.faults = pickle.dumps((*outer, *(Planned(fault.plain) for fault in faults)))
     try:
         yield
     finally:

@@ -17,10 +17,11 @@ from nostall._model.jobs import (
     Seal,
     SealTable,
 )
-from nostall._model.sealing import Sealer, seal_patches
+from nostall._model.sealing import Sealer
 from nostall._writer import seals
 from nostall._writer.images import Window
 from nostall._writer.seals import Payloads, plan_chunks
+from support.sealing import seal_patches
 
 # --- checksums ------------------------------------------------------------------------------------
 

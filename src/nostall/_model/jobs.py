@@ -7,7 +7,7 @@ dataclasses, with what that module imports, they took 18 ms more of processor ti
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
 class Seal(NamedTuple):
@@ -158,8 +158,9 @@ class WriteJob(NamedTuple):
     stream: bytes | None = None
     """Pickle of the user's ``open_file`` and stream extensions; ``None`` if there are none."""
     sys_path: tuple[str, ...] = ()
-    """Import path of the user's callables, or of an object store's client; empty without them."""
+    """Import path of the user's callables, of an object store's client, or of faults; empty without
+    them."""
     storage_options: str = "{}"
     """The user's options for the client of the directory's bucket, as JSON."""
-    faults: tuple[dict[str, Any], ...] = ()
-    """Faults to inject, see ``nostall._writer.faults``."""
+    faults: bytes = b""
+    """What tests have asked for, see ``nostall._writer.faults``."""

@@ -25,28 +25,10 @@ def combine_hash(state: int, crc32: int) -> int:
     return state ^ ((crc32 + _HASH_STEP + ((state << 6) & _U64) + (state >> 2)) & _U64)
 
 
-def seal_patches(seal: Seal, crc32: int) -> tuple[tuple[int, bytes], ...]:
-    """Offsets and bytes to put into a container once its payload's CRC-32 is known."""
-    state = combine_hash(seal.hash_before, crc32)
-    for after in seal.crcs_after:
-        state = combine_hash(state, after)
-    digits = b"%020d" % state
-    payload_crc = _CRC.pack(crc32)
-    id_crc = _CRC.pack(checksum.crc32(digits, checksum.crc32(seal.id_names)))
-    return (
-        (seal.payload_crc_at[0], payload_crc),
-        (seal.payload_crc_at[1], payload_crc),
-        (seal.id_at + ID_DIGITS, digits),
-        (seal.id_crc_at[0], id_crc),
-        (seal.id_crc_at[1], id_crc),
-    )
-
-
 class Sealer:
     """Seals containers of one form, with only the payload-dependent work per container.
 
-    It writes the same bytes as :func:`seal_patches`, the readable version. A job may have tens of
-    thousands of containers, so calls and copies are avoided here.
+    A job may have tens of thousands of containers, so calls and copies are avoided here.
 
     Args:
         payload_offset: Offset of the payload in the container.
@@ -56,17 +38,17 @@ class Sealer:
 
     __slots__ = (
         "_fields_at",
+        "_hash_before",
         "_id_names_crc",
         "_steps",
         "payload_nbytes",
         "payload_offset",
-        "template",
     )
 
     def __init__(self, payload_offset: int, payload_nbytes: int, seal: Seal) -> None:
         self.payload_offset, self.payload_nbytes = payload_offset, payload_nbytes
-        self.template = seal
-        # Relative to the payload's first byte, in the order of seal_patches().
+        self._hash_before = seal.hash_before
+        # Relative to the payload's first byte.
         self._fields_at = tuple(
             at - payload_offset
             for at in (*seal.payload_crc_at, seal.id_at + ID_DIGITS, *seal.id_crc_at)
@@ -91,20 +73,23 @@ class Sealer:
             payloads_at: Offsets of their payloads in the image.
             crc32_of_slot: Receives the payloads' CRCs.
         """
-        crc32_at, crc32_of, id_at, id_crc_at, id_crc_of = self._fields_at
-        nbytes, id_names_crc = self.payload_nbytes, self._id_names_crc
-        hash_before = self.template.hash_before
-        first, *steps = self._steps
-        sum_up, put_crc, put_id = checksum.crc32, _CRC.pack_into, _ID.pack_into
+        nbytes, sum_up, put = self.payload_nbytes, checksum.crc32, self.put
         for slot, at in zip(slots, payloads_at, strict=True):
             crc32 = crc32_of_slot[slot] = sum_up(memory[at : at + nbytes])
-            state = hash_before ^ ((first + crc32) & _U64)
-            for step in steps:
-                state ^= (step + (state << 6) + (state >> 2)) & _U64
-            digits = b"%020d" % state
-            id_crc = sum_up(digits, id_names_crc)
-            put_crc(memory, at + crc32_at, crc32)
-            put_crc(memory, at + crc32_of, crc32)
-            put_id(memory, at + id_at, digits)
-            put_crc(memory, at + id_crc_at, id_crc)
-            put_crc(memory, at + id_crc_of, id_crc)
+            put(memory, at, crc32)
+
+    def put(self, memory: memoryview, at: int, crc32: int) -> None:
+        """Seal the container of the payload at an offset, whose CRC-32 is known."""
+        crc32_at, crc32_of, id_at, id_crc_at, id_crc_of = self._fields_at
+        first, *steps = self._steps
+        state = self._hash_before ^ ((first + crc32) & _U64)
+        for step in steps:
+            state ^= (step + (state << 6) + (state >> 2)) & _U64
+        digits = b"%020d" % state
+        id_crc = checksum.crc32(digits, self._id_names_crc)
+        put_crc = _CRC.pack_into
+        put_crc(memory, at + crc32_at, crc32)
+        put_crc(memory, at + crc32_of, crc32)
+        _ID.pack_into(memory, at + id_at, digits)
+        put_crc(memory, at + id_crc_at, id_crc)
+        put_crc(memory, at + id_crc_of, id_crc)

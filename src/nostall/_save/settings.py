@@ -200,7 +200,7 @@ class SaveTarget:
     """Receives the progress of the save."""
     timeout_s: float
     """Longest time for storage to answer."""
-    faults: tuple[dict[str, Any], ...]
+    faults: bytes
     """Faults that a test injects into this save."""
 
 

@@ -182,7 +182,7 @@ def job_of(
         stream: Pickle of the user's callables.
     """
     settings = target.settings
-    needs_packages = stream is not None or is_address(settings.directory)
+    needs_packages = stream is not None or is_address(settings.directory) or target.faults
     return WriteJob(
         job=f"{target.job}/{settings.rank}/{wave}",
         rank=settings.rank,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from array import array
 from typing import Any, NamedTuple, TypeAlias
 
 from nostall.errors import ProtocolError
@@ -94,16 +93,10 @@ def send(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = (
 
 
 class Receiver:
-    """Reads messages from a socket; keeps a partly received message.
+    """Reads messages from a socket; keeps a partly received message."""
 
-    Args:
-        sock: The socket.
-        wait: Whether to wait for data.
-    """
-
-    def __init__(self, sock: socket.socket, *, wait: bool = True) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._flags = 0 if wait else socket.MSG_DONTWAIT
         self._buffer = bytearray()
         self._descriptors: list[int] = []
         """Received ones, in the order of their messages, of which each has arrived in part."""
@@ -114,14 +107,15 @@ class Receiver:
         Raises:
             TimeoutError: Nothing was received within the socket's timeout; call again, nothing is
                 lost.
-            BlockingIOError: The same, with ``wait=False``.
+            BlockingIOError: The same, of a socket whose timeout the system keeps.
             ProtocolError: Not a message.
         """
-        while not self.buffered():
+        while len(self._buffer) < self._begun()[1]:
             try:
-                piece = self._read()
+                piece, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, _MOST_DESCRIPTORS)
             except ConnectionError:
                 return None
+            self._descriptors += descriptors
             if not piece:
                 return None
             self._buffer += piece
@@ -136,10 +130,6 @@ class Receiver:
         del self._buffer[:end], self._descriptors[:count]
         return message, descriptors
 
-    def buffered(self) -> bool:
-        """Whether a whole message is buffered, so that the socket need not be polled."""
-        return len(self._buffer) >= self._begun()[1]
-
     def _begun(self) -> tuple[int, int]:
         """Number of descriptors of the buffered message, and its length with the header.
 
@@ -151,14 +141,3 @@ class Receiver:
         if magic != _MAGIC or nbytes > MAX_MESSAGE_NBYTES:
             raise ProtocolError(f"not a message: starts with {magic!r} and claims {nbytes} bytes")
         return count, _HEADER.size + nbytes
-
-    def _read(self) -> bytes:
-        # As socket.recv_fds(), which ignores its flags.
-        descriptors = array("i")
-        room = socket.CMSG_LEN(_MOST_DESCRIPTORS * descriptors.itemsize)
-        piece, ancillary, _, _ = self._sock.recvmsg(1 << 16, room, self._flags)
-        for level, kind, content in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                descriptors.frombytes(content)
-        self._descriptors += descriptors
-        return piece

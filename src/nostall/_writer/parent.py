@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import site
 import socket
+import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,9 +15,9 @@ from nostall._writer.messages import Message, Ready, Receiver, send
 
 STARTED = "NOSTALL_BACKGROUND_PROCESS"
 """Environment variable of a program that was started as a background process, until it is one."""
-_LOOK_EVERY_MS = 1000
-"""Interval of looks at the parent. Not a process descriptor, which container profiles may refuse
-and portable builds of Python lack."""
+_LOOK_EVERY = struct.pack("ll", 1, 0)
+"""A second: interval of looks at the parent. Not a process descriptor, which container profiles may
+refuse and portable builds of Python lack."""
 
 
 def messages_from_parent(
@@ -28,20 +28,16 @@ def messages_from_parent(
     It is when the socket ends, or this process has another parent: a forked child of the trainer
     may hold the socket open. What it has sent before is yielded, too.
     """
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    is_gone = False
-    # Without waiting: an incomplete message must not hide the end of the trainer. The socket itself
-    # blocks, as an answer is sent however long the trainer takes to read it.
-    receiver = Receiver(sock, wait=False)
+    # Of receiving only: an answer is sent however long the trainer takes to read it.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK_EVERY)
+    if os.getppid() != parent_pid:
+        sock.setblocking(False)
+    receiver = Receiver(sock)
     while True:
-        if not is_gone and not receiver.buffered():
-            poller.poll(_LOOK_EVERY_MS)
-            is_gone = os.getppid() != parent_pid
         try:
             received = receiver.receive()
         except BlockingIOError:
-            if is_gone:
+            if os.getppid() != parent_pid:
                 return
             continue
         if received is None:

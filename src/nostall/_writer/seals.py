@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from nostall._model import checksum
 from nostall._model.crc import combine
-from nostall._model.jobs import Seal, SealTable
-from nostall._model.sealing import Sealer, seal_patches
+from nostall._model.jobs import SealTable
+from nostall._model.sealing import Sealer
 from nostall._writer.images import Window
 
 _WORTH_JOINING_NBYTES = 64 << 10
@@ -45,9 +45,8 @@ class SplitPayload(NamedTuple):
     """A payload in several chunks; belongs to the last of them."""
 
     slot: int
-    blob: int
-    """Offset of its container."""
-    seal: Seal
+    begin: int
+    sealer: Sealer
     first_chunk: int
     later_nbytes: tuple[int, ...]
     """Lengths of its parts in the chunks after the first one."""
@@ -115,8 +114,8 @@ def plan_chunks(seals: SealTable, bounds: tuple[int, ...]) -> ImagePlan:
         ending[first + len(split) - 1].append(
             SplitPayload(
                 slot=slot,
-                blob=blob,
-                seal=sealer.template,
+                begin=begin,
+                sealer=sealer,
                 first_chunk=first,
                 later_nbytes=tuple(part.end - part.begin for part in split[1:]),
             )
@@ -193,9 +192,7 @@ class Payloads:
             for later, nbytes in enumerate(split.later_nbytes, split.first_chunk + 1):
                 crc32 = combine(crc32, self._crc_of_part[split.slot, later], nbytes)
             self.crc32[split.slot] = crc32
-            for at, patch in seal_patches(split.seal, crc32):
-                begin = split.blob + at - window.origin
-                window.memory[begin : begin + len(patch)] = patch
+            split.sealer.put(window.memory, split.begin - window.origin, crc32)
 
     def sum_chunk(self, window: Window, chunk: int) -> None:
         """Checksum a chunk that is entirely sealed."""
