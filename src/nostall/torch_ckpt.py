@@ -14,7 +14,6 @@ import torch
 
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
-from nostall._memory.snapshot import write_over
 from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import (
     FileImage,
@@ -77,7 +76,7 @@ class _FileSave(BackgroundSave):
             nbytes = self._archive_nbytes()
             self.progress.expect(nbytes)
             lease = self.engine.lease(nbytes)
-            write_over(lease.block)
+            lease.block.prepared_views = None  # they are written over
             try:
                 sink = _Archiver(lease.block.image(0, nbytes))
                 torch.save(self._state_dict, sink, *self._args, **self._kwargs)

@@ -181,11 +181,6 @@ class Lease:
         """Return the block to the arena; its bytes may change from now on. Idempotent."""
         self._finalizer()
 
-    def hand_over(self) -> Lease:
-        """A new lease on the same block. This lease ends without returning the block."""
-        self._finalizer.detach()
-        return Lease(self.block, self._give_back)
-
     @property
     def held(self) -> bool:
         """Whether this lease still holds the block."""
@@ -297,6 +292,9 @@ class Arena:
 
     def _leased_out(self, block: Block) -> Lease:
         self._leased.append(block)
+        return self._lease_on(block)
+
+    def _lease_on(self, block: Block) -> Lease:
         lease = Lease(block, self._give_back)
         self._leases.add(lease)
         return lease
@@ -304,9 +302,8 @@ class Arena:
     def adopt(self, lease: Lease) -> Lease:
         """Take over a lease; its previous holder can no longer release it."""
         with self._lock:
-            mine = lease.hand_over()
-            self._leases.add(mine)
-            return mine
+            lease._finalizer.detach()
+            return self._lease_on(lease.block)
 
     @property
     def _anything_unlabelled(self) -> bool:

@@ -30,14 +30,7 @@ def _left_on_host(root: str) -> int:
 
 
 def _left_in_groups(root: str) -> Iterator[int]:
-    for limit_file, usage_file, directory in _groups(root):
-        limit, usage = (_number(os.path.join(directory, name)) for name in (limit_file, usage_file))
-        if limit is not None and usage is not None:
-            yield max(0, limit - usage + _reclaimable(os.path.join(directory, "memory.stat")))
-
-
-def _groups(root: str) -> Iterator[tuple[str, str, str]]:
-    """Names of the limit and usage files and their directory, for each group and its ancestors."""
+    """Bytes that each control group of this process, and each group above it, can give."""
     base = os.path.join(root, "sys/fs/cgroup")
     try:
         with open(os.path.join(root, "proc/self/cgroup")) as stream:
@@ -54,7 +47,10 @@ def _groups(root: str) -> Iterator[tuple[str, str, str]]:
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
-            yield (*names, os.path.join(top, *parts[:depth]))
+            directory = os.path.join(top, *parts[:depth])
+            limit, usage = (_number(os.path.join(directory, name)) for name in names)
+            if limit is not None and usage is not None:
+                yield max(0, limit - usage + _reclaimable(os.path.join(directory, "memory.stat")))
 
 
 def _number(path: str) -> int | None:

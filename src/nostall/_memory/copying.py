@@ -174,9 +174,16 @@ class Places:
         of = [sources[position] for position in self._small]
         for position, address, nbytes in self._large:
             view, source = self._views[position], sources[position]
-            if _same_order(view, source):
+            # The same order of elements; views are without gaps.
+            if (
+                view.is_contiguous() and source.is_contiguous()
+            ) or view.stride() == source.stride():
                 _require_unchanged(source, view.dtype, view.shape)
-                pieces += _pieces(address, source.data_ptr(), nbytes)
+                of_large = source.data_ptr()
+                pieces += [
+                    (address + begin, of_large + begin, min(_PIECE_NBYTES, nbytes - begin))
+                    for begin in range(0, nbytes, _PIECE_NBYTES)
+                ]
             else:
                 to.append(_as_copyable(view))
                 of.append(source)
@@ -190,11 +197,6 @@ class Places:
 
         count = max(1, min(method.threads, len(pieces)))
         work_together(work, count, give_up=pieces.clear, name="nostall-copy")
-
-
-def _same_order(view: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether both store their elements in the same order; views are without gaps."""
-    return (view.is_contiguous() and source.is_contiguous()) or view.stride() == source.stride()
 
 
 def in_payload_order(source: torch.Tensor, form: TensorForm) -> torch.Tensor:
@@ -275,13 +277,6 @@ def _require_unchanged(source: torch.Tensor, dtype: torch.dtype, size: Sequence[
             f"the tensor was planned as {tuple(size)} {dtype} and is now {tuple(source.shape)}"
             f" {source.dtype} in {there} bytes of storage"
         )
-
-
-def _pieces(to: int, of: int, nbytes: int) -> list[_Piece]:
-    return [
-        (to + begin, of + begin, min(_PIECE_NBYTES, nbytes - begin))
-        for begin in range(0, nbytes, _PIECE_NBYTES)
-    ]
 
 
 def _take_turns(copy: Copy, pieces: list[_Piece]) -> None:

@@ -19,6 +19,8 @@ from nostall._memory.copying import Copies
 from nostall._model.interrupts import is_done, uninterrupted
 from nostall.errors import SaveTimeoutError
 
+_LOOK_AGAIN_S = 0.001
+
 
 class _Process:
     """State shared by all snapshots of the process."""
@@ -47,7 +49,7 @@ class SnapshotFence:
 
     def __init__(self, timeout_s: float = 0.0) -> None:
         self._timeout_s = timeout_s
-        self._make_lock()
+        self._lock = threading.RLock()
         self._safe: Future[None] = Future()
         """Done when tensors may be changed."""
         self._lost: str | None = None
@@ -56,14 +58,10 @@ class SnapshotFence:
         """Waits under way, and those that succeeded. Not a count: Ctrl-C may come before one is
         added, or after it was discarded."""
         self._entered_s = 0.0
-        self._changed: Callable[[], list[str]] | None = None
+        self.changed: Callable[[], list[str]] | None = None
         """Names of tensors changed since the snapshot was requested; holds counters, no tensors."""
         self.failure: str | None = None
         """Why the snapshot failed. Not an exception, whose traceback would hold the tensors."""
-
-    def _make_lock(self) -> None:
-        self._lock = threading.RLock()
-        self._moved = threading.Condition(self._lock)
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensors may be changed; at once if the snapshot failed.
@@ -80,7 +78,6 @@ class SnapshotFence:
                 # Counted before the wait: the caller may change tensors the moment it ends.
                 with self._lock:
                     self._waiters.add(waiter)
-                    self._moved.notify_all()
                 is_done(self._safe, math.inf if timeout is None else timeout)
                 with self._lock:
                     is_safe, copies = self._safe.done(), self._copies
@@ -113,8 +110,9 @@ class SnapshotFence:
 
     def wait_awaited(self, timeout: float) -> None:
         """Return when a thread waits for this fence, or after ``timeout`` seconds."""
-        with self._lock:
-            self._moved.wait_for(lambda: bool(self._waiters), timeout)
+        end_s = time.monotonic() + timeout
+        while not self._waiters and time.monotonic() < end_s:
+            time.sleep(_LOOK_AGAIN_S)
 
     def open(self, copies: Copies) -> None:
         """Let waiting threads change tensors, after copies that an accelerator has yet to make.
@@ -143,19 +141,15 @@ class SnapshotFence:
             self._copies = Copies()
             return [] if self._waiters else changed()
 
-    def keep_watch(self, changed: Callable[[], list[str]]) -> None:
-        """Keep ``changed`` for :meth:`changed_unseen`."""
-        self._changed = changed
-
     def changed_unseen(self) -> list[str]:
         """Names of tensors changed although no thread waited; called when the trainer finalises.
 
         Includes tensors changed after the snapshot was complete: without a wait the two cannot be
         distinguished.
         """
-        if self._changed is None or self._waiters or _process.waited_s >= self._entered_s:
+        if self.changed is None or self._waiters or _process.waited_s >= self._entered_s:
             return []
-        return self._changed()
+        return self.changed()
 
     def end(self, failure: str | None = None) -> None:
         """The snapshot is complete, or failed for the reason given; tensors may change."""
@@ -180,7 +174,7 @@ class SnapshotFence:
 
     def abandon_after_fork(self) -> None:
         """Open the fence in a forked child, which does not have the copying thread."""
-        self._make_lock()
+        self._lock = threading.RLock()
         self._copies = Copies()
         self._safe = Future()
         self._safe.set_result(None)

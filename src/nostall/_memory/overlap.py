@@ -122,7 +122,7 @@ def stage_behind(
                     raise changed_too_early(changed)
                 if is_watched:
                     _torch.empty_all(changes.tensors)
-                    fence.keep_watch(changes.since_then)
+                    fence.changed = changes.since_then
             except BaseException:  # passed on; the snapshot has no other owner yet
                 discard(made)
                 raise

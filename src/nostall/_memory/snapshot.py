@@ -45,8 +45,6 @@ class _PreparedViews:
     """The item of each place."""
     runs: dict[int, int]
     """Offsets of the items that are bytes."""
-    is_laid_down: bool = True
-    """Whether the bytes around the payloads are in the block."""
 
 
 def begin_snapshot(
@@ -97,37 +95,25 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
     return Snapshot(layout=layout, lease=lease)
 
 
-def write_over(block: Block) -> None:
-    """Record that the bytes around payloads are overwritten; views stay valid."""
-    if block.prepared_views is not None:
-        block.prepared_views = replace(block.prepared_views, is_laid_down=False)
-
-
 def _prepare_views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
     """Prepare a block for a layout, once: bytes around the payloads, views of their places."""
     known: _PreparedViews | None = block.prepared_views
-    if known is not None and (known.layout_key, known.forms) != (layout.key, share.forms):
-        known = None
-    if known is None or not known.is_laid_down:
-        write_over(block)  # before writing, as an exception may leave half of it
+    if known is not None and (known.layout_key, known.forms) == (layout.key, share.forms):
+        # With this key and these forms the next comparison is one of identities.
+        known = replace(known, layout_key=layout.key, forms=share.forms)
+    else:
+        block.prepared_views = None  # before writing, as an exception may leave half of it
         _lay_down_containers(layout, block)
-    if known is None:
-        known = _views(share, layout, block)
-    # With this key and these forms the next comparison is one of identities.
-    known = replace(known, layout_key=layout.key, forms=share.forms, is_laid_down=True)
+        places, runs = _places(share, layout)
+        known = _PreparedViews(
+            layout_key=layout.key,
+            forms=share.forms,
+            places=Places(views_of(block.memory, places.values())),
+            items=list(places),
+            runs=runs,
+        )
     block.prepared_views = known
     return known
-
-
-def _views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
-    places, runs = _places(share, layout)
-    return _PreparedViews(
-        layout_key=layout.key,
-        forms=share.forms,
-        places=Places(views_of(block.memory, places.values())),
-        items=list(places),
-        runs=runs,
-    )
 
 
 def _places(share: Share, layout: Layout) -> tuple[dict[int, Place], dict[int, int]]:

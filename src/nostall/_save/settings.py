@@ -21,7 +21,7 @@ from nostall._plan.layout import FileNaming, Packing
 from nostall._storage.destination import make_ready, may_hold
 from nostall._storage.directories import Visit, has_failed_in
 from nostall._storage.places import is_address, storage_at
-from nostall._storage.streams import StreamTarget
+from nostall._writer.streams import StreamTarget
 from nostall.errors import OptionError
 from nostall.options import StagingMode, WriterOptions, require_switch
 from nostall.stats import Timeline

@@ -29,10 +29,10 @@ from nostall._ranks.reports import await_report, joined, when_done
 from nostall._save.settings import SaveTarget
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import is_address, storage_options_of
-from nostall._storage.streams import StreamTarget
 from nostall._writer.child import import_paths
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
+from nostall._writer.streams import StreamTarget
 
 
 def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:

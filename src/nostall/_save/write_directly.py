@@ -22,7 +22,6 @@ import torch
 from nostall._engine import Engine
 from nostall._memory.arena import Lease, address_of
 from nostall._memory.copying import copy_bytes, in_payload_order
-from nostall._memory.snapshot import write_over
 from nostall._model.jobs import RankReport, page_aligned
 from nostall._model.values import FileLayout, ItemShape, Slot
 from nostall._save.session import PreparedSave
@@ -87,7 +86,7 @@ def _write(
     buffer_nbytes: int,
     cancelled: threading.Event,
 ) -> RankReport:
-    write_over(lease.block)
+    lease.block.prepared_views = None  # they are written over
     base = address_of(lease.block)
     buffers = [
         _Buffer(memory=lease.block.image(at, buffer_nbytes), address=base + at)

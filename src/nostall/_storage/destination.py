@@ -17,7 +17,7 @@ from nostall._storage.places import (
     set_storage_options,
     storage_at,
 )
-from nostall._storage.port import Storage, may_have
+from nostall._storage.port import may_have
 from nostall.errors import CheckpointExistsError, OptionError, WriteError
 from nostall.options import EngineOptions
 
@@ -177,7 +177,17 @@ def make_ready(
 
     def make() -> bool:
         storage = storage_at(place)
-        _make(storage, rank)
+        try:
+            storage.make_place()
+        except OSError as error:
+            raise WriteError(
+                f"cannot make the checkpoint directory: {error.strerror}",
+                errno=error.errno,
+                rank=rank,
+                phase="plan",
+                path=place,
+                hint=_why_no_directory(place, error.errno),
+            ) from error
         is_taken = may_have(storage, metadata_name)
         if is_taken and not overwrite:
             raise must_stay(place, rank)
@@ -226,21 +236,6 @@ def must_stay(place: str, rank: int | None) -> CheckpointExistsError:
         path=place,
         hint="choose another directory or pass overwrite=True",
     )
-
-
-def _make(storage: Storage, rank: int | None) -> None:
-    directory = storage.where()
-    try:
-        storage.make_place()
-    except OSError as error:
-        raise WriteError(
-            f"cannot make the checkpoint directory: {error.strerror}",
-            errno=error.errno,
-            rank=rank,
-            phase="plan",
-            path=directory,
-            hint=_why_no_directory(directory, error.errno),
-        ) from error
 
 
 def _why_no_directory(path: str, code: int | None) -> str | None:

@@ -171,8 +171,3 @@ def is_same(one: str, other: str) -> bool:
 def identity(place: str) -> str:
     """A text that is the same for all ways to write a place. Looks at the file system."""
     return place if is_address(place) else os.path.realpath(place)
-
-
-def name_in(place: str, path: str) -> str:
-    """The name of a file below a place, from its path."""
-    return path[len(place) :].lstrip("/")

@@ -106,7 +106,7 @@ class ImageFile:
         os.ftruncate(self._fd, self._nbytes)
         if self._sync:
             os.fsync(self._fd)
-        fd = self._taken()
+        fd, self._fd = self._fd, -1
         try:
             os.close(fd)
         except BaseException:  # passed on; close() finds nothing to remove
@@ -115,18 +115,12 @@ class ImageFile:
 
     def close(self) -> None:
         """Remove the file unless it is finished; errors are ignored. Idempotent."""
-        fd = self._taken()
+        fd, self._fd = self._fd, -1
         if fd >= 0:
             is_there = is_same(fd, self._path)  # and not the file of a later save
             close_all([fd])
             if is_there:
                 remove_files([self._path])
-
-    def _taken(self) -> int:
-        """The descriptor, now owned by the caller alone."""
-        with self._lock:
-            fd, self._fd = self._fd, -1
-        return fd
 
     def _set_direct(self, *, direct: bool) -> None:
         """Bypass the page cache from now on, or not; several threads may call this at once."""

@@ -140,7 +140,11 @@ class ChildProcess(Generic[T]):
         with suppress(OSError, ValueError, psutil.Error):
             while new := {int(name) for name in os.listdir(f"/proc/{self.pid}/task")} - done:
                 for thread in sorted(new):
-                    _set_priority_of(thread, cpu_priority, io_priority)
+                    with suppress(OSError, ValueError, psutil.Error):
+                        if cpu_priority is not None:
+                            os.setpriority(os.PRIO_PROCESS, thread, cpu_priority)
+                        if io_priority is not None:
+                            psutil.Process(thread).ionice(io_priority)
                 done |= new
 
     @property
@@ -369,14 +373,6 @@ def _started(program: str, command: Sequence[str]) -> tuple[socket.socket, subpr
             ours.close()
             raise
     return ours, process
-
-
-def _set_priority_of(thread: int, cpu_priority: int | None, io_priority: int | None) -> None:
-    with suppress(OSError, ValueError, psutil.Error):
-        if cpu_priority is not None:
-            os.setpriority(os.PRIO_PROCESS, thread, cpu_priority)
-        if io_priority is not None:
-            psutil.Process(thread).ionice(io_priority)
 
 
 def _how_it_ended(code: int) -> str:

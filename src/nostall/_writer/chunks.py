@@ -76,7 +76,9 @@ def write_images(
             if image.name not in done
         ]
         try:
-            _work_through(tasks, job.io_threads, at)
+            chunks = _Chunks(tasks, at)
+            threads = min(job.io_threads, chunks.count)
+            work_together(chunks.write, threads, give_up=chunks.give_up)
         finally:
             for task in tasks:
                 task.close()
@@ -142,12 +144,6 @@ class _Chunks:
                 self._hopeless.set()
         for task in self._tasks if self._hopeless.is_set() else [chunk.task]:
             task.give_up()
-
-
-def _work_through(tasks: Sequence[_FileTask], thread_count: int, at: Position) -> None:
-    """Write files with a few threads until each is done or failed; a permanent error fails all."""
-    chunks = _Chunks(tasks, at)
-    work_together(chunks.write, min(thread_count, chunks.count), give_up=chunks.give_up)
 
 
 class _Chunk:
@@ -278,6 +274,9 @@ class _FileTask:
 
     def receipt(self, failed_attempts: Sequence[str]) -> FileReceipt:
         assert self._file is not None
+        totals = {"checksum": 0.0, "write": 0.0, "fsync": 0.0}
+        for phase, _, begin_s, end_s in self._spans:
+            totals[phase] += end_s - begin_s
         return FileReceipt(
             name=self._file.name,
             planned_name=self.name,
@@ -287,19 +286,13 @@ class _FileTask:
             started_s=self._started_s,
             finished_s=self._finished_s,
             fsynced=self._job.sync_files,
-            work=self._work(),
+            work=WriteWork(
+                checksum_s=totals["checksum"],
+                write_s=totals["write"],
+                fsync_s=totals["fsync"],
+                spans=tuple(self._spans[:_SPANS_KEPT]),
+            ),
             failed_attempts=tuple(failed_attempts),
-        )
-
-    def _work(self) -> WriteWork:
-        totals = {"checksum": 0.0, "write": 0.0, "fsync": 0.0}
-        for phase, _, begin_s, end_s in self._spans:
-            totals[phase] += end_s - begin_s
-        return WriteWork(
-            checksum_s=totals["checksum"],
-            write_s=totals["write"],
-            fsync_s=totals["fsync"],
-            spans=tuple(self._spans[:_SPANS_KEPT]),
         )
 
     def _open(self) -> None:

@@ -21,13 +21,12 @@ from nostall._model.jobs import (
 )
 from nostall._storage.places import is_address, storage_at, take_storage_options
 from nostall._storage.port import Files, require_file
-from nostall._storage.streams import StreamTarget
 from nostall._storage.unused_files import remove_unnamed
 from nostall._writer.chunks import write_images
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Cancelled, Position
-from nostall._writer.streams import StreamFiles
+from nostall._writer.streams import StreamFiles, StreamTarget
 
 
 def perform(

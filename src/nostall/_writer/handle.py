@@ -53,8 +53,7 @@ class WriterProcess(ChildProcess[RankReport]):
         """
         created: list[str] = []
 
-        def note(name: str) -> None:
-            path = os.path.join(job.directory, name)
+        def note(path: str) -> None:
             created.append(path)
             self._on_created(job.job, path)
 
@@ -77,12 +76,6 @@ class WriterProcess(ChildProcess[RankReport]):
             self._mapped.add(block.id)
             yield MapBlock(block.id, block.nbytes), (block.fd,)
         yield job, ()
-
-    @property
-    def idle(self) -> bool:
-        """Whether it has no snapshot to write. It may write metadata of a save that has failed."""
-        with self._lock:
-            return not any(isinstance(each.holds, Lease) for each in self._waiting.values())
 
     def unanswered(self, save: str) -> dict[str, Future[RankReport]]:
         """The unanswered jobs of a save, and their futures."""
@@ -110,6 +103,6 @@ class WriterProcess(ChildProcess[RankReport]):
             case Created():
                 note = self._created.get(message.job)
                 if note is not None:
-                    note(message.name)
+                    note(message.path)
             case _:
                 super()._handle_event(message)

@@ -23,9 +23,7 @@ from functools import partial
 
 from nostall._model.checksum import use_fastest_from
 from nostall._model.jobs import RankFailed, RankReport, WriteJob, page_aligned
-from nostall._storage.places import name_in
 from nostall._storage.posix import close_all
-from nostall._storage.streams import StreamTarget
 from nostall._writer.files import describe, perform
 from nostall._writer.images import WholeImage
 from nostall._writer.messages import (
@@ -45,6 +43,7 @@ from nostall._writer.parent import (
     say_ready,
 )
 from nostall._writer.position import Cancelled
+from nostall._writer.streams import StreamTarget
 from nostall.errors import ProtocolError
 
 _PROGRESS_EVERY_S = 0.25
@@ -121,7 +120,7 @@ class _Writer:
                     _streams(job),
                     cancelled,
                     self._progress_sender(job.job),
-                    partial(self._send_created, job),
+                    partial(self._send_created, job.job),
                 )
             except BaseException as error:  # an answer is sent in any case
                 report = _failed(job, error)
@@ -140,9 +139,8 @@ class _Writer:
 
         return send_progress
 
-    def _send_created(self, job: WriteJob, path: str) -> None:
-        """Report a file that the trainer must remove if this process dies."""
-        self._send(Created(job.job, name_in(job.directory, path)))
+    def _send_created(self, name: str, path: str) -> None:
+        self._send(Created(name, path))
 
     def _cancel(self, name: str) -> None:
         """Cancel a job: at once if it has not begun, else between two chunks."""

@@ -62,10 +62,10 @@ class Progress(NamedTuple):
 
 
 class Created(NamedTuple):
-    """A file made for a job, by its name below the job's directory."""
+    """A file made for a job, which the trainer must remove if the process dies."""
 
     job: str
-    name: str
+    path: str
 
 
 class Answer(NamedTuple):

@@ -1,4 +1,7 @@
-"""Seal file images and write them to the user's streams: each file front to back, by one thread.
+"""Seal file images and write them through the user's callables: ``open_file`` and transforms.
+
+Each file is written front to back, by one thread. A transform (compression, encryption) changes
+lengths, so the items' offsets are known only after writing and are returned in the receipt.
 
 Several files are written at a time, as what a stream does (compress, encrypt, send) is often slower
 than storage. Each thread has a copy of its own of the user's callables, so that no instance is
@@ -7,20 +10,61 @@ called by two threads.
 
 from __future__ import annotations
 
+import io
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import IO, Any, NamedTuple, Protocol
 
 from nostall._model.jobs import FileImage, FileReceipt, WriteJob, WriteWork
 from nostall._model.threads import work_together
 from nostall._storage.posix import create_new
-from nostall._storage.streams import StreamTarget, write_stream
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image
 from nostall._writer.position import Position
 from nostall._writer.seals import Payloads, plan_chunks
+
+
+class StreamTransform(Protocol):
+    """The part of DCP's ``StreamTransformExtension`` that is used."""
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        """A stream that transforms what is written to it and writes the result to ``output``."""
+
+
+class StreamTarget(NamedTuple):
+    """The user's callables for one save."""
+
+    open_file: Callable[..., Any]
+    transforms: Sequence[StreamTransform] = ()
+
+
+class _Output(io.RawIOBase):
+    """Counts what a transform writes, as not every stream can tell its position.
+
+    Flushes instead of closing: a transform closes its output, which holds many items.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self.nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, piece: Any) -> int:
+        nbytes = memoryview(piece).nbytes
+        self._raw.write(piece)
+        self.nbytes += nbytes
+        return nbytes
+
+    def close(self) -> None:
+        if not self.closed:
+            self._raw.flush()
+        super().close()
 
 
 class _GivenUp(Exception):
@@ -121,29 +165,42 @@ class StreamFiles:
         payloads.seal_ending_in(window, 0)
         started_s = time.monotonic()
         starts = image.seals.blob_offsets
-        blobs = [
-            (start, stop - start)
-            for start, stop in zip(starts, (*starts[1:], image.nbytes), strict=True)
-        ]
-        extents = write_stream(
-            target,
-            path,
-            window.memory,
-            blobs,
-            chunk_nbytes=self._job.chunk_nbytes,
-            sync=self._job.sync_files,
-            before_each=self._require_wanted,
-        )
+        extents = []
+        at = 0
+        with target.open_file(path, "wb") as stream:
+            for begin, end in zip(starts, (*starts[1:], image.nbytes), strict=True):
+                nbytes = self._write_blob(target, stream, window.memory[begin:end])
+                extents.append((at, nbytes))
+                at += nbytes
+            if self._job.sync_files:
+                stream.flush()
+                # Without a descriptor, the stream's close has to make the file durable.
+                with suppress(AttributeError, io.UnsupportedOperation):
+                    os.fsync(stream.fileno())
         self._at.wrote(image.nbytes)
         finished_s = time.monotonic()
         return FileReceipt(
             name=os.path.relpath(path, self._job.directory),
             planned_name=image.name,
-            nbytes=sum(length for _, length in extents),
+            nbytes=at,
             crc32_of_file=None,
-            extents=extents if target.transforms else None,
+            extents=tuple(extents) if target.transforms else None,
             started_s=started_s,
             finished_s=finished_s,
             fsynced=self._job.sync_files,
             work=WriteWork(write_s=finished_s - started_s),
         )
+
+    def _write_blob(self, target: StreamTarget, stream: Any, blob: memoryview) -> int:
+        """Write one item through the user's transforms; returns its length in the file."""
+        output = _Output(stream) if target.transforms else None
+        sink: Any = stream if output is None else output
+        for transform in target.transforms:
+            sink = transform.transform_to(sink)
+        for begin in range(0, len(blob), self._job.chunk_nbytes):
+            self._require_wanted()
+            sink.write(blob[begin : begin + self._job.chunk_nbytes])
+        if output is None:
+            return len(blob)
+        sink.close()
+        return output.nbytes
