@@ -64,9 +64,6 @@ class MemoryStorage:
     def make_place(self) -> None:
         """Does nothing."""
 
-    def remove_place(self) -> None:
-        """Does nothing."""
-
     def least_part(self, nbytes: int) -> int:
         del nbytes
         return mmap.PAGESIZE

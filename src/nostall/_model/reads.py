@@ -66,41 +66,36 @@ class LoadStatus:
         return text + (f", nothing for {self.quiet_s:.0f} s" if self.quiet_s >= 1 else "")
 
 
-class _Load:
-    def __init__(self, path: str, rank: int, counter: ReadCounter) -> None:
-        self._path, self._rank, self._counter = path, rank, counter
-        self._began_s = time.monotonic()
-
-    def status(self) -> LoadStatus:
-        now_s = time.monotonic()
-        return LoadStatus(
-            path=self._path,
-            rank=self._rank,
-            nbytes=self._counter.total,
-            read_nbytes=self._counter.nbytes,
-            seconds=now_s - self._began_s,
-            quiet_s=now_s - self._counter.moved_s,
-        )
-
-
-_under_way: dict[int, _Load] = {}
-"""Loads by identity, oldest first; each change of a dictionary is atomic."""
+_under_way: dict[object, Callable[[], LoadStatus]] = {}
+"""Loads, oldest first; each change of a dictionary is atomic."""
 
 
 @contextmanager
 def listed(path: str, rank: int, counter: ReadCounter) -> Iterator[None]:
     """List a load in :func:`load_statuses` during the block."""
-    load = _Load(path, rank, counter)
-    _under_way[id(load)] = load
+    began_s, key = time.monotonic(), object()
+
+    def status() -> LoadStatus:
+        now_s = time.monotonic()
+        return LoadStatus(
+            path=path,
+            rank=rank,
+            nbytes=counter.total,
+            read_nbytes=counter.nbytes,
+            seconds=now_s - began_s,
+            quiet_s=now_s - counter.moved_s,
+        )
+
+    _under_way[key] = status
     try:
         yield
     finally:
-        _under_way.pop(id(load), None)  # a forked child has none
+        _under_way.pop(key, None)  # a forked child has none
 
 
 def load_statuses() -> tuple[LoadStatus, ...]:
     """The loads of this process that read, oldest first."""
-    return tuple(load.status() for load in list(_under_way.values()))
+    return tuple(status() for status in list(_under_way.values()))
 
 
 os.register_at_fork(after_in_child=_under_way.clear)

@@ -162,9 +162,6 @@ class Storage(Files, Protocol):
     publishes_conditionally: bool
     """Whether :meth:`publish` compares the expected version at the very instant."""
 
-    def remove_place(self) -> None:
-        """Remove the directory, if it is one and empty, and make that durable."""
-
     def publish(
         self,
         name: str,

@@ -321,13 +321,6 @@ def remove_file(path: str) -> None:
         os.unlink(path)
 
 
-def remove_directory(path: str) -> None:
-    """Remove an empty directory if it exists, and make that durable."""
-    with suppress(FileNotFoundError):
-        os.rmdir(path)
-    sync_directory(os.path.dirname(path))
-
-
 class HeldDirectory:
     """A directory that is opened once: what gets its name meanwhile is not touched.
 
@@ -364,7 +357,9 @@ class HeldDirectory:
 
     def remove_place(self) -> None:
         """Remove the directory if it is empty, and make that durable."""
-        remove_directory(self._path)
+        with suppress(FileNotFoundError):
+            os.rmdir(self._path)
+        sync_directory(os.path.dirname(self._path))
 
     def close(self) -> None:
         """Close it."""

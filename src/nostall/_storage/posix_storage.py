@@ -17,7 +17,6 @@ from nostall._storage.port import Conflict, Version, may_have, reason, version_o
 from nostall._storage.posix import (
     close_all,
     identity_of,
-    remove_directory,
     remove_draft,
     replace_file,
     sync_directory,
@@ -37,9 +36,6 @@ class PosixStorage(PosixFiles):
     """
 
     publishes_conditionally = False
-
-    def remove_place(self) -> None:
-        remove_directory(self._directory)
 
     def publish(
         self,
