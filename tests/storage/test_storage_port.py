@@ -179,7 +179,7 @@ def _write(storage: MemoryStorage, *, retries: int) -> bytes:
         direct=False,
         checksum_files=True,
         retries=retries,
-        faults=(),
+        faults=b"",
     )
     receipts = write_images(
         job,
