@@ -185,7 +185,7 @@ def _write(storage: MemoryStorage, *, retries: int) -> bytes:
         job,
         storage,
         {each.name: WholeImage(memoryview(image)) for each in job.files},
-        Faults(()),
+        Faults(b""),
         Position(
             "",
             cancelled=threading.Event(),
