@@ -556,7 +556,7 @@ def test_an_interrupted_wait_does_not_count(python_handles_ctrl_c: None) -> None
         ):
             fence.wait(0)
         assert fence.close(lambda: ["weight"]) == ["weight"]
-    assert at > 100
+    assert at > 50
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path: Path) -> None:
