@@ -25,7 +25,7 @@ from nostall._commit.metadata import load_metadata
 from nostall._commit.publication import complete_metadata, publication_of
 from nostall._commit.publish import commit
 from nostall._model.names import is_draft
-from nostall._save import finalize
+from nostall._save import publish as publishing
 from nostall._save.leftovers import files_of
 from nostall._storage import posix
 from nostall._storage.posix_files import PosixFiles
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_is_published_keeps_its_files_without_memory(tmp_path:
     with patch.object(posix, "os", refusing), pytest.raises(NotDurableError) as caught:
         publish(tmp_path)
     assert isinstance(caught.value.__cause__, MemoryError)
-    assert not finalize.is_unpublished(caught.value)
+    assert not publishing.is_unpublished(caught.value)
     assert (tmp_path / ".metadata").read_bytes() == b"new"
 
 
@@ -316,13 +316,13 @@ def test_a_failure_after_the_commit_removes_nothing(
     tmp_path: Path, save: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The save fails, and the checkpoint that exists by then stays."""
-    publish_metadata = finalize.publish
+    publish_metadata = publishing.publish
 
     def publish_and_fail(*args: Any, **options: Any) -> None:
         publish_metadata(*args, **options)
         raise LookupError("after the commit")
 
-    monkeypatch.setattr(finalize, "publish", publish_and_fail)
+    monkeypatch.setattr("nostall._save.commit.publish", publish_and_fail)
     with pytest.raises((CheckpointException, LookupError), match="after the commit"):
         save(tmp_path / "saved", small_state(1))
     assert verify(tmp_path / "saved").ok

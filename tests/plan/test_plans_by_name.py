@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import nostall
-from nostall._save import coordinator
+from nostall._save import commit
 from nostall._save.by_name.plans import GroupPlans
 from programs.plans_by_name import plannings
 from support.ranks import on_ranks
@@ -211,7 +211,7 @@ def test_a_first_commit_that_fails_costs_no_later_save(
     """The rank may ask for the plan of that save, though others were made since."""
     one, other = {"w": torch.ones(3)}, {"v": torch.ones(3)}
     with monkeypatch.context() as patched:
-        patched.setattr(coordinator, "require_written_here", _refuse)
+        patched.setattr(commit, "_require_written_here", _refuse)
         with pytest.raises(CheckpointException, match="elsewhere"):
             _save(tmp_path / "failed", one, nostall.SavePlanner(), {})
     for name, state in (("other", other), ("another", {"u": torch.ones(3)}), ("one", one)):

@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from nostall import _torch
 from nostall._commit.metadata import local_plans_in
 from nostall._commit.publication import publication_of
-from nostall._save import finalize
+from nostall._save import commit
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import AsyncCallsQueue
 from nostall.errors import OptionError
@@ -513,7 +513,7 @@ def over_itself(out: Path) -> Facts:
     cache, path = CheckpointMetadataCache(), out / "over itself"
     facts: Facts = {"made": [], "wrong": [], "names": [], "metadata": []}
     for number in range(6):
-        with patch.object(finalize, "publication_of", wraps=publication_of) as made:
+        with patch.object(commit, "publication_of", wraps=publication_of) as made:
             planned = plan(path, make_state(number), cache)
             planned.finish()
         facts["made"].append(made.call_count)

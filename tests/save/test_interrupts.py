@@ -84,7 +84,7 @@ def interrupted(target: Any, name: str, *, before: bool) -> Any:
 
 PLACES = [
     "nostall._memory.snapshot:_lay_down_containers",
-    "nostall._memory.snapshot:_views",
+    "nostall._memory.snapshot:_places",
     "nostall._save.write:job_of",
     "nostall._engine:when_done",
     "nostall._writer.handle:WriterProcess.submit",

@@ -9,10 +9,15 @@ addresses.
 from __future__ import annotations
 
 import copy
+import io
+import mmap
+import os
+import pickle
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from multiprocessing.reduction import DupFd
 from typing import Any, NoReturn
 
 import torch
@@ -61,10 +66,13 @@ class StagedStateDict(dict[str, Any]):
         self.lease.label = Invalid(why=f"the staged copy cannot be used: {why}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a dictionary, whose tensors torch moves to shared memory."""
+        """Pickle as one descriptor and places in its memory, instead of one file per tensor."""
         if isinstance(self.lease.label, Invalid):
             raise StagingError(self.lease.label.why, phase="stage")
-        return dict, (dict(self),)
+        block = self.lease.block
+        stream = io.BytesIO()
+        _PlacePickler(stream, block.memory).dump(dict(self))
+        return (_arrive, (DupFd(block.fd), block.nbytes, stream.getvalue()))
 
 
 class Unstaged:
@@ -267,3 +275,59 @@ def _is_taken_apart(value: Any) -> bool:
         isinstance(value, list)
         and any(isinstance(each, torch.Tensor) or _is_taken_apart(each) for each in value)
     )
+
+
+# --- to another process ---------------------------------------------------------------------------
+
+
+class _PlacePickler(pickle.Pickler):
+    """Pickles tensors in a block as their place in it."""
+
+    def __init__(self, stream: io.BytesIO, memory: mmap.mmap) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self._begin, self._end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+
+    def persistent_id(self, value: Any) -> Any:
+        if _has_own_memory(value) and self._begin <= value.data_ptr() < self._end:
+            return (
+                type(value),
+                vars(value),
+                value.data_ptr() - self._begin,
+                value.dtype,
+                tuple(value.shape),
+                tuple(value.stride()),
+                value.requires_grad,
+            )
+        return None
+
+
+def _has_own_memory(value: Any) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
+
+
+class _PlaceUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, memory: mmap.mmap) -> None:
+        super().__init__(stream)
+        self._memory = memory
+
+    def persistent_load(self, place: Any) -> torch.Tensor:
+        of_class, attributes, offset, dtype, shape, stride, requires_grad = place
+        (view,) = views_of(self._memory, [(offset, dtype, shape, stride)])
+        if of_class is not torch.Tensor:
+            view = view.as_subclass(of_class)
+        vars(view).update(attributes)
+        return view.requires_grad_(requires_grad)
+
+
+def _arrive(descriptor: Any, nbytes: int, pickled: bytes) -> dict[str, Any]:
+    fd = descriptor.detach()
+    try:
+        memory = mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+    content: dict[str, Any] = _PlaceUnpickler(io.BytesIO(pickled), memory).load()
+    return content

@@ -1,7 +1,7 @@
-"""Finish and publish the metadata of a checkpoint from the results of all ranks.
+"""Publish the metadata of a checkpoint whose files are all durable: the last step of a save.
 
-Runs on the coordinator. Steps that can fail before the commit are separate from it: after such a
-failure it is certain that no metadata refers to the files.
+Runs on the coordinator. After a failure before the publication it is certain that no metadata
+refers to the files.
 """
 
 from __future__ import annotations
@@ -13,24 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from nostall._commit.collect import require_all_present
-from nostall._commit.manifest import with_manifest
-from nostall._commit.metadata import planned_indices
-from nostall._commit.publication import Publication, complete_metadata, publication_of
+from nostall import _torch
+from nostall._commit.publication import Publication
 from nostall._commit.publish import commit
-from nostall._commit.result_columns import RankResults
-from nostall._engine import Engine
-from nostall._model import checksum
-from nostall._model.collection import no_collection
-from nostall._model.values import RankFiles
+from nostall._engine import default_engine
 from nostall._save.leftovers import files_of, unused
+from nostall._save.rank_save import RankSave
 from nostall._storage import directories
 from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
-from nostall._storage.directories import Visit
 from nostall._storage.places import storage_at
 from nostall._storage.port import may_have
 from nostall._writer.faults import Faults
@@ -60,72 +53,18 @@ class FinishedMetadata:
     """Names of files that ranks made for earlier saves of unknown outcome."""
 
 
-def publication_of_results(metadata: Metadata, results: Sequence[RankResults]) -> Publication:
-    """The publication of a save, from the results of all ranks.
-
-    Raises:
-        IncompleteSaveError: No rank wrote an item of the metadata.
-    """
-    completed = complete_metadata(metadata, results)
-    publication = publication_of(completed)
-    if publication.index is None:  # an index has a place of each item, and no other
-        require_all_present(planned_indices(completed), completed.storage_data)
-    return publication
-
-
-@no_collection()
-def finish_metadata(
-    publication: Publication,
-    written: Sequence[RankFiles | None],
-    storage_meta: StorageMeta | None,
-) -> FinishedMetadata:
-    """The content of one checkpoint's metadata file.
-
-    Args:
-        publication: The publication.
-        written: The files of each rank, as far as known, for the manifest.
-        storage_meta: DCP's part that is specific to this save.
-    """
-    content = publication.content(storage_meta)
-    known = [each.files for each in written if each is not None and each.files is not None]
-    # With a partial manifest the other files would look like foreign ones.
-    if len(known) == len(written):
-        last = b"".join(content[len(publication.program) :])
-        files = tuple(chain.from_iterable(known))
-        index = publication.index
-        if index is not None and not index.fits({file.name: file.nbytes for file in files}):
-            index = None  # readers would refuse it
-        content = with_manifest(
-            content,
-            files,
-            crc32=checksum.crc32(last, publication.crc32),
-            index=index,
-            committed_at_s=time.time(),
-        )
-    left = chain.from_iterable(each.left for each in written if each is not None)
-    return FinishedMetadata(content=content, storage_meta=storage_meta, left=frozenset(left))
-
-
 def publish(
-    path: str,
-    publication: Publication,
-    finished: FinishedMetadata,
-    engine: Engine,
-    *,
-    sync: bool,
-    written_here: str | None,
-    visit: Visit | None,
+    save: RankSave, publication: Publication, metadata: Metadata, finished: FinishedMetadata
 ) -> None:
-    """Publish finished metadata.
+    """Publish finished metadata, and remove the files of the checkpoint that it replaces.
+
+    The metadata object that stock ``dcp.save`` passes is completed, as by stock.
 
     Args:
-        path: The metadata file, in the checkpoint directory.
+        save: The save of this rank; its visit ends before another save may commit here.
         publication: The publication.
-        finished: The result of :func:`finish_metadata`.
-        engine: The engine of the save.
-        sync: Whether to fsync.
-        written_here: Name of a file that this rank wrote for the checkpoint, if any.
-        visit: This rank's part of the save; it ends before another save may commit here.
+        metadata: The object that it was made from.
+        finished: The content of the metadata file.
 
     Raises:
         WriteError: The metadata could not be published, or the directory was removed and made again
@@ -134,16 +73,21 @@ def publish(
             hangs; nothing is published.
         NotDurableError: Storage hangs, and the metadata may be published.
     """
+    engine, settings, visit = default_engine(), save.settings, save.visit
+    path, timeout_s = settings.metadata_path, engine.options.save_timeout_s
     directory, name = os.path.split(path)
-    storage = storage_at(directory, sync=sync)
-    timeout_s = engine.options.save_timeout_s
+    storage = storage_at(directory, sync=settings.options.sync_files)
+    mine = save.receipts[:1] if settings.stream is None else ()
+    is_stocks_object = metadata.storage_data is None
     point = _PointOfNoReturn(Faults(engine.faults).at)
 
     def at(where: str) -> None:
         # The temporary file is already in the directory: both are in the same one.
-        if where == "publish" and written_here is not None and not may_have(storage, written_here):
-            gone = storage.where(written_here)
-            raise OSError(errno.ENOENT, "the files of this save are gone", gone)
+        gone = [
+            each.name for each in mine if where == "publish" and not may_have(storage, each.name)
+        ]
+        if gone:
+            raise OSError(errno.ENOENT, "the files of this save are gone", storage.where(gone[0]))
         point.at(where)
 
     def run() -> tuple[str, ...]:
@@ -170,13 +114,19 @@ def publish(
             return names
 
     began_s = time.monotonic()
-    to_remove = _run_in_time(run, point, path, timeout_s)
-    left_s = max(REMOVAL_TIMEOUT_S, timeout_s - (time.monotonic() - began_s))
-    paths = [storage.where(each) for each in to_remove]
-    try:
-        remove_in_time(paths, remove=lambda _: storage.remove(to_remove), timeout_s=left_s)
-    except Exception:  # the checkpoint is published and must not be reported as lost
-        _log.exception("files of the replaced checkpoint were not removed: path=%s", directory)
+    with save.timeline.measure("publish"):
+        to_remove = _run_in_time(run, point, path, timeout_s)
+        left_s = max(REMOVAL_TIMEOUT_S, timeout_s - (time.monotonic() - began_s))
+        paths = [storage.where(each) for each in to_remove]
+        try:
+            remove_in_time(paths, remove=lambda _: storage.remove(to_remove), timeout_s=left_s)
+        except Exception:  # the checkpoint is published and must not be reported as lost
+            _log.exception("files of the replaced checkpoint stay: path=%s", directory)
+    save.after_commit()
+    if is_stocks_object:
+        metadata.version = _torch.DCP_VERSION
+        metadata.storage_data = publication.storage_data
+        metadata.storage_meta = finished.storage_meta
 
 
 def _run_in_time(

@@ -1,0 +1,306 @@
+"""How a save ends: the results of all ranks become one published checkpoint, or failures.
+
+Runs on the coordinator, for saves by the split functions and for those whose results DCP has
+collected. Every refusal comes before the publication, and nothing is published then.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nostall import _torch
+from nostall._commit.collect import (
+    collect,
+    require_all_present,
+    require_one_directory,
+    require_one_save,
+)
+from nostall._commit.known_results import KnownResults, RankOutcome
+from nostall._commit.manifest import with_manifest
+from nostall._commit.metadata import planned_indices
+from nostall._commit.publication import Publication, complete_metadata, publication_of
+from nostall._commit.result_columns import RankResults, StorageData
+from nostall._engine import default_engine
+from nostall._model import checksum
+from nostall._model.collection import no_collection
+from nostall._model.values import Abort, RankFiles
+from nostall._plan.together import new_series, replanned_metadata
+from nostall._ranks.failures import sendable
+from nostall._save.by_name.metadata import send_as_note
+from nostall._save.by_name.plans import NamedGlobalPlan
+from nostall._save.leftovers import remove_unpublished
+from nostall._save.messages import Ending, RankMessage, decoded
+from nostall._save.publish import FinishedMetadata, is_unpublished, publish
+from nostall._save.rank_save import RankSave
+from nostall._save.split_plan import SaveSession
+from nostall._save.written import WrittenItems
+from nostall._storage.deadlines import in_time
+from nostall._storage.places import is_same
+from nostall.errors import SaveError
+
+_Ready = tuple[Publication, Metadata, FinishedMetadata, Ending]
+"""A save that only has to be published: its publication, the metadata it was made from, the content
+of the metadata file, and what the ranks are told then."""
+
+
+def commit_split_save(
+    save: RankSave,
+    messages: Sequence[RankMessage | bytes],
+    planned: Metadata | None,
+    session: SaveSession,
+    storage_meta: Callable[[], StorageMeta | None],
+    known: KnownResults,
+) -> Ending:
+    """Commit a split save if every rank wrote all its files.
+
+    Args:
+        save: The save of this rank.
+        messages: Those of all ranks of the group, in rank order, as :func:`decoded` takes them.
+        planned: The metadata that they have planned.
+        session: The planning results that remain on this rank.
+        storage_meta: Returns DCP's part of the metadata that is specific to this save.
+        known: What this rank knows of earlier results.
+    """
+    is_published = False
+    try:
+        ready = _decide(save, messages, planned, session, storage_meta, known)
+        if isinstance(ready, Abort):
+            return Ending(failures=ready.failures, published=False, changed=True)
+        publication, metadata, finished, ending = ready
+        is_published = True  # assumed until an error rules it out
+        publish(save, publication, metadata, finished)
+    except Exception as error:  # sent to every rank
+        return Ending(
+            failures={session.rank: sendable(_torch.wrap_exception(error))},
+            published=is_published and not is_unpublished(error),
+            changed=True,
+        )
+    return ending
+
+
+# The collector would visit each message several times. In here storage is waited for only where
+# ranks name the directory differently, and with local_staging_dir.
+@no_collection()
+def _decide(
+    save: RankSave,
+    messages: Sequence[RankMessage | bytes],
+    planned: Metadata | None,
+    session: SaveSession,
+    storage_meta: Callable[[], StorageMeta | None],
+    known: KnownResults,
+) -> _Ready | Abort:
+    """The save to publish, or the failures of ranks."""
+    of_ranks = decoded(messages)
+    outcomes = [each.outcome for each in of_ranks]
+    verdict = collect(known.fill_in(outcomes))
+    if isinstance(verdict, Abort):
+        return verdict
+    written = [each.written for each in of_ranks]
+    _require_written_here(save, written)
+    require_one_save(
+        [each.save_here for each in of_ranks], rank=session.rank, path=save.settings.directory
+    )
+    changed: dict[int, SavePlan] = {
+        rank: each.changed_plan
+        for rank, each in enumerate(of_ranks)
+        if each.changed_plan is not None
+    }
+    if changed:
+        planned = replanned_metadata(changed, session.reused_plans, session.planner)
+    if planned is None:
+        raise SaveError("the coordinator has no metadata to publish", phase="commit")
+    publication = _publication(planned, outcomes, verdict.results, known, may_be_known=not changed)
+    ending = Ending(
+        failures={},
+        published=True,
+        changed=bool(changed),
+        series=None if all(each.counts_alike for each in of_ranks) else new_series(),
+        slowest_rank=max(range(len(of_ranks)), key=lambda rank: of_ranks[rank].took_s),
+    )
+    return publication, planned, _finished(publication, written, storage_meta()), ending
+
+
+def commit_results(
+    save: RankSave,
+    metadata: Metadata,
+    results: list[list[WriteResult]],
+    storage_meta: Callable[[], StorageMeta | None],
+) -> None:
+    """Commit a save whose results DCP has collected.
+
+    If certainly nothing was published, the files of all ranks are removed.
+
+    Raises:
+        IncompleteSaveError: No rank wrote an item of the metadata; nothing is published.
+        RankMismatchError: A rank wrote to another directory; nothing is published.
+        WriteError: The metadata could not be published.
+    """
+    written = [getattr(of_rank, "written", None) for of_rank in results]
+    plan, settings = save.named_plan, save.settings
+    if save.visit is not None and save.visit.is_removed:
+        raise SaveError(
+            "the files of this save were removed: its commit failed, or a later save to the"
+            " directory replaced it",
+            rank=settings.rank,
+            phase="commit",
+            path=settings.directory,
+            hint="save again, with a new writer",
+        )
+    is_published = is_committed = False
+    try:
+        _require_written_here(save, written)
+        publication = _publication_by_dcp(metadata, results, plan)
+        finished = _finished(publication, written, storage_meta())
+        is_published = True  # assumed until an error rules it out
+        publish(save, publication, metadata, finished)
+        is_committed = True
+    except Exception as error:  # passed on; files that nothing refers to go
+        if not is_published or is_unpublished(error):
+            if save.visit is not None:
+                save.visit.is_removed = True
+            names = [_files_in(of_rank) for of_rank in results]
+            remove_unpublished(settings.metadata_path, names, written)
+        raise
+    finally:
+        save.end(committed=is_committed)
+        if plan is not None:
+            plan.is_committed |= is_committed
+            plan.has_failed = not is_committed
+    if isinstance(places := metadata.storage_data, StorageData):  # the caller may change it
+        metadata.storage_data = places.in_full if plan is None else places.as_made()
+    if plan is None or len(results) == 1 or settings.is_elsewhere:
+        return
+    described = metadata.storage_meta
+    if described is not None and described.save_id is not None:  # others can read it there
+        name = os.path.basename(settings.metadata_path)
+        send_as_note(metadata, settings.directory, name, described.save_id)
+
+
+def _files_in(results: list[WriteResult]) -> set[str]:
+    """Names of the files of a rank's results."""
+    named = results.files if isinstance(results, WrittenItems) else ()
+    # Results of a user's writer may not say: then its files stay, and the first error is raised.
+    return {*named, *(getattr(each.storage_data, "relative_path", "") for each in results)}
+
+
+@no_collection()
+def _publication_by_dcp(
+    planned: Metadata, results: Sequence[list[WriteResult]], plan: NamedGlobalPlan | None
+) -> Publication:
+    """The publication of results that DCP has collected; ranks may refer to earlier ones."""
+    items = [of_rank for of_rank in results if isinstance(of_rank, WrittenItems)]
+    if plan is None or len(items) != len(results):
+        everyone = [each.items if isinstance(each, WrittenItems) else each for each in results]
+        return _publication_of_results(planned, everyone)
+    outcomes = [each.outcome for each in items]
+    with plan.lock:
+        verdict = collect(plan.results.fill_in(outcomes))
+        if isinstance(verdict, Abort):
+            raise next(iter(verdict.failures.values()))[0]
+        return _publication(plan.as_planned(planned), outcomes, verdict.results, plan.results)
+
+
+# --- its parts ------------------------------------------------------------------------------------
+
+
+def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -> None:
+    """Refuse to commit files in another directory.
+
+    Raises:
+        RankMismatchError: A rank wrote to another directory than this rank.
+        WriteError: To another disk of the same path.
+    """
+    rank = save.settings.rank
+
+    def is_same_in_time(one: str, other: str) -> bool:
+        return in_time(
+            lambda: is_same(one, other),
+            timeout_s=default_engine().options.save_timeout_s,
+            doing="comparing the directories that ranks wrote to",
+            phase="collect",
+            path=one,
+            rank=rank,
+        )
+
+    directories = [None if each is None else each.belongs_at or each.directory for each in written]
+    here = save.settings.belongs_at
+    require_one_directory(directories, here, rank=rank, is_same=is_same_in_time)
+    save.before_commit(written)
+
+
+def _publication(
+    planned: Metadata,
+    outcomes: Sequence[RankOutcome],
+    results: Sequence[RankResults],
+    known: KnownResults,
+    *,
+    may_be_known: bool = True,
+) -> Publication:
+    """That of the last save if it had the same results and metadata; otherwise a new one, kept.
+
+    Args:
+        planned: The planned metadata.
+        outcomes: Of all ranks.
+        results: Those that the outcomes are or refer to.
+        known: Where publications are kept.
+        may_be_known: False if the metadata are new.
+    """
+    publication = known.publication(outcomes, planned) if may_be_known else None
+    if publication is None:
+        publication = _publication_of_results(planned, known.under_new_names(outcomes, results))
+        known.note_published(outcomes, planned, publication)
+    return publication
+
+
+@no_collection()
+def _publication_of_results(metadata: Metadata, results: Sequence[RankResults]) -> Publication:
+    """The publication of a save, from the results of all ranks.
+
+    Raises:
+        IncompleteSaveError: No rank wrote an item of the metadata.
+    """
+    completed = complete_metadata(metadata, results)
+    publication = publication_of(completed)
+    if publication.index is None:  # an index has a place of each item, and no other
+        require_all_present(planned_indices(completed), completed.storage_data)
+    return publication
+
+
+@no_collection()
+def _finished(
+    publication: Publication,
+    written: Sequence[RankFiles | None],
+    storage_meta: StorageMeta | None,
+) -> FinishedMetadata:
+    """The content of one checkpoint's metadata file.
+
+    Args:
+        publication: The publication.
+        written: The files of each rank, as far as known, for the manifest.
+        storage_meta: DCP's part that is specific to this save.
+    """
+    content = publication.content(storage_meta)
+    known = [each.files for each in written if each is not None and each.files is not None]
+    # With a partial manifest the other files would look like foreign ones.
+    if len(known) == len(written):
+        last = b"".join(content[len(publication.program) :])
+        files = tuple(chain.from_iterable(known))
+        index = publication.index
+        if index is not None and not index.fits({file.name: file.nbytes for file in files}):
+            index = None  # readers would refuse it
+        content = with_manifest(
+            content,
+            files,
+            crc32=checksum.crc32(last, publication.crc32),
+            index=index,
+            committed_at_s=time.time(),
+        )
+    left = chain.from_iterable(each.left for each in written if each is not None)
+    return FinishedMetadata(content=content, storage_meta=storage_meta, left=frozenset(left))
