@@ -303,6 +303,7 @@ def test_what_stock_refuses_is_refused_on_all_ranks(tmp_path: Path) -> None:
     [
         ("alone", [EXCHANGE] * 6, "__0_0.distcp"),
         ("alone, cached", [FIRST, EXCHANGE, NOTHING, NOTHING, NOTHING, FIRST], "__0_0.distcp"),
+        ("alone, vouched for", [FIRST, EXCHANGE, NOTHING, NOTHING, NOTHING, FIRST], "__0_0.distcp"),
         ("alone, everything", [FIRST, EXCHANGE, NOTHING, NOTHING, NOTHING, FIRST], None),
         ("torch's cache", [EXCHANGE] * 6, None),
         ("torch's cache and ours", [FIRST, EXCHANGE, EXCHANGE, NOTHING, NOTHING, FIRST], None),

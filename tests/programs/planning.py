@@ -43,6 +43,7 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
     verify_global_md_reuse,
+    vouch_for,
 )
 from programs.entry_points import State, loaded_wrong
 from support.faults import Fault, inject
@@ -662,6 +663,10 @@ class AlonePlanner(DefaultSavePlanner):
         return dataclasses.replace(local_plan, items=mine)
 
 
+class VouchedPlanner(AlonePlanner):
+    """The same, of which somebody says that its plans follow from the structure."""
+
+
 class EverythingPlanner(DefaultSavePlanner):
     """Plans alone and drops nothing: what is on both ranks is written twice."""
 
@@ -685,8 +690,10 @@ class OtherStockCachingPlanner(StockCachingPlanner):
 def other_planners(out: Path) -> Facts:
     """Six saves with other planners, with and without a cache; the fifth changes structure."""
     facts: Facts = {}
+    vouch_for(VouchedPlanner)
     for name, make, cache in (
         ("alone", AlonePlanner, None),
+        ("alone, vouched for", VouchedPlanner, CheckpointMetadataCache()),
         ("alone, cached", AlonePlanner, CheckpointMetadataCache()),
         ("alone, everything", EverythingPlanner, CheckpointMetadataCache()),
         ("torch's cache", StockCachingPlanner, None),
