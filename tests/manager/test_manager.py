@@ -573,9 +573,9 @@ def test_verification_has_no_deadline_of_storage(tmp_path: Path) -> None:
         saved(manager, 1)
     read = nostall.verify
 
-    def slow(path: str) -> Verification:
+    def slow(*arguments: Any, **options: Any) -> Verification:
         Event().wait(0.5)
-        return read(path)
+        return read(*arguments, **options)
 
     nostall.configure(EngineOptions(save_timeout_s=0.4))
     try:
