@@ -150,7 +150,8 @@ def _prepare_to_commit_early(
             return None
         if not split.visit.is_alone():  # of two saves to a directory, the later one has to win
             return None
-        save.require_complete()
+        if split.has_to_run:
+            split.require_complete()
         outcome = ResultsReference(token=token, files=split.prepared.files)
         return _message(save, split.written_files, outcome, session).encoded()
 

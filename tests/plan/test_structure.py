@@ -414,3 +414,29 @@ def test_changes_of_sharded_tensors_are_seen(change: Callable[[State], State]) -
     structure = learn(state, planner.state_dict, save, {Shard: opened})
     assert structure is not None
     assert found(structure, change(sharded_example())) is None
+
+
+class OtherValues(DefaultSavePlanner):
+    """Saves values of its own for one tensor, as of an average."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # DCP's
+        found = super().transform_object(write_item, object)
+        return found + 1 if write_item.index.fqn == "weight" else found
+
+
+def test_a_planner_with_values_of_its_own_is_not_learned() -> None:
+    """Whatever somebody says for it."""
+    state = example()
+    planner = OtherValues()
+    planner.set_up_planner(state, is_coordinator=True)
+    plan = planner.create_local_plan()
+    save = plan_rank(plan, planner, rank=0, file_format=FileFormat.TORCH_SAVE, path=None)
+    assert learn(state, planner.state_dict, save) is None
+
+
+def test_shards_that_are_one_tensor_are_not_learned() -> None:
+    """They need not be one in the next save."""
+    part = torch.rand(1, 3)
+    state = {"two": Shard(part, (0, 0), (4, 3)).and_(part, (2, 0))}
+    planner, save = planned(state)
+    assert learn(state, planner.state_dict, save, {Shard: opened}) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -26,36 +27,45 @@ from nostall.integrations._saves import Saves
 from nostall.integrity import is_complete
 from nostall.options import EngineOptions
 from nostall.removal import remove_checkpoint
+from support.faults import Fault, inject
 from support.waiting import HangingOs, wait_until
 
 
-def when_written(out: Path) -> dict[str, Any]:
+def before_commit(out: Path) -> dict[str, Any]:
     """A function before the commit fails on rank 0; the next saves succeed, without a poll."""
 
     def fail() -> None:
-        if dist.get_rank() == 0:
-            raise OSError("cannot write beside it")
+        raise OSError("cannot write beside it")
 
     saves = Saves(remove_checkpoint)
     message = ""
-    saves.save({"weight": torch.ones(10)}, str(out / "first"), when_written=fail)
+    state = {f"weight {dist.get_rank()}": torch.ones(10)}
+    saves.save(dict(state), str(out / "first"), before_commit=fail)
     try:
         saves.poll(wait=True)
     except (CheckpointException, OSError) as error:
         message = str(error)
-    threads = []
+    threads: list[Any] = []
     for name in ("second", "third", "fourth", "fifth"):
         saves.poll(wait=True)
-        state = {"weight": torch.ones(10)}
-        saves.save(state, str(out / name), when_written=lambda: threads.append(current_thread()))
+        saves.save(
+            dict(state), str(out / name), before_commit=lambda: threads.append(current_thread())
+        )
     wait_until(lambda: is_complete(out / "fifth"))  # nobody polls
+    saves.poll(wait=True)
+    calls = len(threads)
+    full = [Fault.errno("chunk", errno.ENOSPC)] if dist.get_rank() == 1 else []
+    with inject(*full), suppress(CheckpointException):
+        saves.save(state, str(out / "fifth"), before_commit=lambda: threads.append(None))
+        saves.poll(wait=True)
     saves.close()
     names = ("first", "second", "third", "fourth", "fifth")
     return {
         "message": message,
         "committed": [name for name in names if is_complete(out / name)],
-        "off the training thread": threads[-1] is not main_thread(),
-        "calls": len(threads),
+        "calls": calls,
+        "calls though a rank failed": len(threads) - calls,
+        "on the training thread": main_thread() is threads[calls - 1] if calls else False,
     }
 
 

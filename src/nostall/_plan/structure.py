@@ -293,13 +293,13 @@ def learn(
     items = zip(planned.share.plan.items, planned.share.forms, planned.sources, strict=True)
     for item, form, source in items:
         candidates = places.get(item.index.fqn, [])
-        if len(candidates) > 1:  # one of several shards, of which other ranks may write some
+        if isinstance(source, torch.Tensor):  # of several shards, other ranks may write some
             candidates = [each for each in candidates if _is_same_memory(opened[each], source)]
+            if len(candidates) > 1 and source.numel():
+                return None  # two shards are one tensor now, and need not be later
         if not candidates or (form is None) != (item.type == WriteItemType.BYTE_IO):
             return None
         position = candidates[0]
-        if form is not None and not isinstance(opened[position], torch.Tensor):
-            return None  # an object that makes its own items
         if len(places[item.index.fqn]) > 1:
             places[item.index.fqn].remove(position)
         leaf_of.append(position)
@@ -318,9 +318,10 @@ def _is_recognizable(leaf: Any) -> bool:
     )
 
 
-def _is_same_memory(tensor: torch.Tensor, source: torch.Tensor | bytes) -> bool:
+def _is_same_memory(leaf: Any, source: torch.Tensor) -> bool:
+    """Whether an item's value is a leaf, which a planner that is vouched for may not know."""
     return (
-        not isinstance(source, bytes)
-        and source.data_ptr() == tensor.data_ptr()
-        and source.shape == tensor.shape
+        isinstance(leaf, torch.Tensor)
+        and source.data_ptr() == leaf.data_ptr()
+        and (source.dtype, source.shape, source.stride()) == (leaf.dtype, leaf.shape, leaf.stride())
     )

@@ -45,6 +45,8 @@ def _committed_by(function: Callable[[], Any]) -> tuple[Any, ...] | None:
         used = [function.func, function.args, *function.keywords]
     elif isinstance(function, FunctionType):
         code = function.__code__
+        if code.co_varnames:  # an argument's default value, or a local one, may be anything
+            return None
         try:
             used = [cell.cell_contents for cell in function.__closure__ or ()]
         except ValueError:  # a variable that has no value yet
@@ -56,7 +58,9 @@ def _committed_by(function: Callable[[], Any]) -> tuple[Any, ...] | None:
     arguments = [each for each in used if not any(each is known for known in _COMMITS)]
     if len(arguments) != 1 or len(used) != 2 or not isinstance(arguments[0], tuple | list):
         return None
-    return tuple(arguments[0]) if len(arguments[0]) == _COMMIT_ARGUMENTS else None
+    if len(arguments[0]) != _COMMIT_ARGUMENTS or not hasattr(arguments[0][0], "_rank_save"):
+        return None
+    return tuple(arguments[0])
 
 
 _COMMIT_ARGUMENTS = 3

@@ -86,7 +86,7 @@ def commit_split_save(
 
 
 # The collector would visit each message several times. In here storage is waited for only where
-# ranks name the directory differently, and with local_staging_dir.
+# ranks name the directory differently, with local_staging_dir, and for what adapters write beside.
 @no_collection()
 def _decide(
     save: RankSave,

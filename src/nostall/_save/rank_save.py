@@ -8,9 +8,7 @@ results and figures; nothing about a save is kept elsewhere.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -105,11 +103,9 @@ class RankSave:
         self._may_replace: bool | None = None
         self.named_plan: NamedGlobalPlan | None = None
         """On the coordinator, if ``SavePlanner`` has made or found it."""
-        self.when_written: Callable[[], None] | None = None
-        """Called once, when this rank's files are written, before the save may be committed. If it
-        raises, the save fails on all ranks."""
-        self._was_called: Future[None] | None = None
-        self._calling = threading.Lock()
+        self.beside: Callable[[], None] | None = None
+        """On the coordinator, makes what belongs to the checkpoint beside the files of ranks, when
+        all have written, on any thread. If it raises, nothing is committed."""
 
     def __reduce__(self) -> tuple[type[RankSave], tuple[WriterSettings]]:
         """In another process, a new save: this one belongs to this process."""
@@ -185,7 +181,7 @@ class RankSave:
         if known is None or voucher:  # a structure that was not recognised is learned anew
             flat, openers = None, OPENERS
             if voucher:
-                flat, openers = vars(planner)["state_dict"], voucher.openers
+                flat, openers = vars(planner).get("state_dict"), voucher.openers
             learned = session.learn(split.prepared, state_dict, flat, default_engine(), openers)
             if learned is not None and known is not None:
                 learned = replace(learned, token=known.token)
@@ -330,35 +326,12 @@ class RankSave:
             if isinstance(self._state, Failed):
                 raise self._state.error
             split = self.to_schedule
-            answer = if_nothing if split is None else ask(split)
-            self._call_when_written()
+            return if_nothing if split is None else self._answer(split, ask)
         except Exception as error:  # finalising reports it to every rank
             return _torch.wrap_exception(error)
-        return answer
 
-    def require_complete(self) -> None:
-        """Wait until this rank has done its part, from any thread.
-
-        Raises:
-            Exception: It has failed.
-        """
-        if (split := self.to_schedule) is not None:
-            split.require_complete()
-        self._call_when_written()
-
-    def _call_when_written(self) -> None:
-        if self.when_written is None:
-            return
-        with self._calling:
-            if self._was_called is None:
-                self._was_called = Future()
-                try:
-                    self.when_written()
-                except Exception as error:  # raised below, for every caller
-                    self._was_called.set_exception(error)
-                else:
-                    self._was_called.set_result(None)
-        self._was_called.result()
+    def _answer(self, split: SplitSave, ask: Callable[[SplitSave], T]) -> T:
+        return ask(split)
 
     @property
     def file_names(self) -> tuple[str, ...]:
@@ -422,8 +395,10 @@ class RankSave:
 
     # --- its end --------------------------------------------------------------------------------
 
-    def before_commit(self, written: Sequence[RankFiles | None]) -> None:
-        """Do nothing; a subclass may refuse the files of all ranks. On the coordinator."""
+    def before_commit(self, written: Sequence[RankFiles | None]) -> None:  # noqa: ARG002
+        """Call :attr:`beside`; a subclass may refuse the files of all ranks. On the coordinator."""
+        if self.beside is not None:
+            self.beside()
 
     def after_commit(self) -> None:
         """Do nothing; a subclass may use what was just committed. On the coordinator."""

@@ -105,8 +105,10 @@ class DirectorySaves:
             states[last],
             last,
             part=os.path.basename(last),
-            when_written=lambda: _in_time(synced.result, path, doing="fsync", phase="fsync"),
-            after_commit=publish,
+            after_commit=(
+                lambda: _in_time(synced.result, path, doing="fsync", phase="fsync"),
+                publish,
+            ),
         )
 
     def _publish(self, place: _Place, parts: Sequence[str], then: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -106,8 +106,8 @@ class Saves:
         path: str,
         *,
         part: str = "",
-        when_written: Callable[[], None] | None = None,
-        after_commit: Callable[[], None] | None = None,
+        before_commit: Callable[[], None] | None = None,
+        after_commit: Sequence[Callable[[], None]] = (),
     ) -> None:
         """Begin a save; tensors may be changed when this returns.
 
@@ -115,9 +115,10 @@ class Saves:
             state: The state dict; a new one for each save.
             path: Checkpoint directory.
             part: Name of the structure, if states of several structures take turns.
-            when_written: Called on each rank when its files are written, before the commit, on any
-                thread. If it raises on one rank, the save fails on all ranks.
-            after_commit: Called on each rank after the commit, by a poll.
+            before_commit: Called on rank 0 when the files of all ranks are written, on any thread.
+                If it raises, the save fails on all ranks.
+            after_commit: Called on each rank after the commit, by a poll, one after the other: each
+                when the one before has returned on all ranks.
 
         Raises:
             CheckpointException: The save, or an earlier one, has failed.
@@ -131,11 +132,11 @@ class Saves:
             enable_cache=True,
             metadata_cache=self._caches[part],
         )
-        writer._rank_save.when_written = when_written
+        if before_commit is not None:
+            writer._rank_save.beside = before_commit
         save_fn, preload_fn, args = writer.get_save_function_and_args()
         finalize: list[Callable[[], None]] = [partial(save_state_dict_async_finalize, *planned)]
-        if after_commit is not None:
-            finalize.append(together(coordination_for(None))(after_commit))
+        finalize += [together(coordination_for(None))(each) for each in after_commit]
         request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
         self._queue.schedule_async_request(request)
         self._removals.save_scheduled(path)

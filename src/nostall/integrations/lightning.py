@@ -27,6 +27,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from nostall._engine import default_engine
+from nostall._storage.deadlines import in_time
 from nostall._storage.posix_storage import PosixStorage
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError
@@ -166,10 +168,15 @@ class NostallModelParallelStrategy(
         state[_REST] = rest = _dumped(checkpoint)
 
         def write_meta() -> None:
-            if self.is_global_zero:
-                PosixStorage(path).publish(_META, [rest])
+            in_time(
+                lambda: PosixStorage(path).publish(_META, [rest]),
+                timeout_s=default_engine().options.save_timeout_s,
+                doing=f"writing {_META}",
+                phase="commit",
+                path=path,
+            )
 
-        self._saves.save(state, path, when_written=write_meta)
+        self._saves.save(state, path, before_commit=write_meta)
         if not _fit_runs():
             self._saves.poll(wait=True)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from torch.distributed.checkpoint.planner import SavePlan
@@ -19,6 +19,7 @@ from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.settings import SaveTarget, WriterSettings
+from nostall._save.split_save import SplitSave
 from nostall._save.written import WrittenItems
 from nostall._storage.destination import may_hold, must_stay
 from nostall._storage.directories import is_in_use
@@ -28,7 +29,11 @@ from nostall.removal import remove_checkpoint
 from nostall.tier._local import Record, committed_in, is_plain, names_in
 from nostall.tier._promotions import Promotion, Root, on_disk, root_at
 
+T = TypeVar("T")
+
 _log = logging.getLogger("nostall")
+
+_LOOK_AGAIN_S = 0.1
 
 _NO_LOCAL_DISKS = {
     *("tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "gpfs", "beegfs"),
@@ -129,7 +134,7 @@ class TieredSave(RankSave):
         super().make_ready()
 
     def _await_room(self, root: Root, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
+        deadline_s, is_told = time.monotonic() + timeout_s, False
         while len(waiting := root.waiting()) >= self._limit:
             what = f"{len(waiting)} checkpoints are not at their destination: {waiting[0].status}"
             if (left_s := deadline_s - time.monotonic()) <= 0:
@@ -140,9 +145,11 @@ class TieredSave(RankSave):
                     path=waiting[0].path,
                     hint=f"they are committed in {self._path}; see to the destination",
                 )
-            _log.warning("the save waits: %s", what)
-            with suppress(NostallError):
-                waiting[0].result(left_s)
+            if not is_told:
+                _log.warning("the save waits: %s", what)
+            is_told = True
+            with suppress(NostallError):  # another one may be over before the first
+                waiting[0].result(min(left_s, _LOOK_AGAIN_S))
 
     def _set_old_aside(self, root: Root, timeout_s: float) -> None:
         """Rename what is to be removed, and remove it on a thread."""
@@ -181,9 +188,10 @@ class TieredSave(RankSave):
         self._bring(items.written)
         return items
 
-    def _call_when_written(self) -> None:
-        super()._call_when_written()
-        self._bring(self.written_files)
+    def _answer(self, split: SplitSave, ask: Callable[[SplitSave], T]) -> T:
+        answer = super()._answer(split, ask)
+        self._bring(split.written_files)
+        return answer
 
     def _bring(self, written: RankFiles | None) -> None:
         """Have this rank's files brought, if this host will not have the metadata."""
@@ -196,6 +204,7 @@ class TieredSave(RankSave):
         if self._shared:
             rank = self.settings.rank
             on_disk(self._path, lambda: self._require_files(written), phase="commit", rank=rank)
+        super().before_commit(written)
 
     def _require_files(self, written: Sequence[RankFiles | None]) -> None:
         for number, each in enumerate(written):
