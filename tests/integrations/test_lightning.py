@@ -276,6 +276,13 @@ def test_a_plugin_without_effect_is_named_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_plugin_beside_lightnings_strategy_for_shards_says_so(tmp_path: Path) -> None:
+    """On rank 0, once, when the first checkpoint gives way to a newer one; rotation goes on."""
+    for rank, found in enumerate(run_ranks(2, "lightning_saves:beside_a_strategy", tmp_path)):
+        assert found["names"] == ["epoch=2.ckpt"]
+        assert found["said"] == ([] if rank else ["NostallCheckpointIO has no effect"])
+
+
 def test_a_strategy_that_saves_as_lightning_does_says_so() -> None:
     """Full state dicts are assembled by Lightning, and written while training waits."""
     with pytest.warns(UserWarning, match="saves as Lightning does, while training waits"):

@@ -407,12 +407,32 @@ def named(out: Path) -> dict[str, Any]:
     }
 
 
-def stock(out: Path) -> dict[str, Any]:
-    """What is logged where saves are the frameworks' own, with DDP, and where they are ours."""
+def _warnings() -> list[str]:
+    """A list that gets nostall's warnings, each up to its first colon."""
     said: list[str] = []
     log = logging.Handler(logging.WARNING)
     log.emit = lambda record: said.append(record.getMessage().partition(":")[0])  # type: ignore[method-assign]
     logging.getLogger("nostall").addHandler(log)
+    return said
+
+
+def one_device(out: Path) -> list[str]:
+    """What is logged in a process that no launcher has started."""
+    said = _warnings()
+    options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    arguments = TrainingArguments(str(out / "run"), max_steps=2, save_steps=1, **options)
+    NostallTrainer(model=_Regression(), args=arguments, train_dataset=_Data()).train()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = NostallAccelerator(cpu=True)
+    _prepared(accelerator)
+    for name in ("one", "two"):
+        accelerator.save_state(str(out / name))
+    return said
+
+
+def stock(out: Path) -> dict[str, Any]:
+    """What is logged where saves are the frameworks' own, with DDP, and where they are ours."""
+    said = _warnings()
     found: dict[str, Any] = {}
     for name, strategy in (("trainer", "steps"), ("trainer without saves", "no")):
         arguments = TrainingArguments(
@@ -426,13 +446,15 @@ def stock(out: Path) -> dict[str, Any]:
             disable_tqdm=True,
         )
         NostallTrainer(model=_Regression(), args=arguments, train_dataset=_Data()).train()
-        found[name], said = said, []
+        found[name] = said.copy()
+        said.clear()
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = NostallAccelerator(cpu=True)
     _prepared(accelerator)
     for name in ("one", "two"):
         accelerator.save_state(str(out / name))
-    found["accelerator"], said = said, []
+    found["accelerator"] = said.copy()
+    said.clear()
     _accelerator(NostallAccelerator, out)
     found["sharded"] = said
     return {**found, "names": _names(out / "run")}
