@@ -30,6 +30,7 @@ from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support import loaded
 from support.faults import Hold, inject, writer_pids
+from support.processes import resident_nbytes
 from support.ranks import TESTS
 from support.states import blobs, read_metadata, save_async, schedule, small_state
 
@@ -195,6 +196,19 @@ def test_saves_within_max_in_flight_do_not_wait(tmp_path: Path) -> None:
         assert blobs(tmp_path / name) == save_by_stock(
             tmp_path / f"stock {name}", small_state(seed)
         )
+
+
+def test_configuring_gives_snapshot_memory_back(tmp_path: Path) -> None:
+    """Programs without a manager do it after their last save; a later one reserves it again."""
+    state = {"weight": torch.ones(16 << 20)}
+    for name in ("first", "second"):
+        with AsyncCallsQueue() as queue:
+            schedule(queue, tmp_path / name, state)
+        (pid,) = writer_pids()
+        held = resident_nbytes()
+        nostall.configure(EngineOptions())
+        assert resident_nbytes() < held - state["weight"].nbytes // 2
+        assert not psutil.pid_exists(pid)
 
 
 def test_waiting_for_memory_ends_at_the_deadline(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from nostall.integrity import Verification
 from nostall.options import EngineOptions
 from support import loaded
 from support.faults import Fault, Hold, inject
+from support.processes import resident_nbytes
 from support.training import Job, disturb
 from support.waiting import wait_until
 
@@ -830,13 +831,6 @@ def test_leaving_the_block_commits(tmp_path: Path) -> None:
         manager.save(1, numbered(1))
         raise ZeroDivisionError
     assert CheckpointManager(tmp_path).all_steps() == [1]
-
-
-def resident_nbytes() -> int:
-    """Memory of this process, snapshots among it."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    (rss,) = [line.split()[1] for line in lines if line.startswith("Rss:")]
-    return int(rss) * 1024
 
 
 def test_closing_gives_snapshot_memory_back(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a test has started."""
+"""Processes that a test has started, and the memory of its own."""
 
 from __future__ import annotations
 
@@ -41,3 +41,10 @@ def _children(pid: int) -> set[int]:
             with suppress(OSError):
                 found.update(map(int, (thread / "children").read_text().split()))
     return found
+
+
+def resident_nbytes() -> int:
+    """Memory of this process, snapshots among it."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    (rss,) = [line.split()[1] for line in lines if line.startswith("Rss:")]
+    return int(rss) * 1024
