@@ -71,7 +71,8 @@ def test_what_an_interrupted_save_left_is_removed(s3: S3Server, root: str, tmp_p
         assert manager.latest_step() is None
         manager.save(1, training()).result(60)
     assert s3.unfinished(bucket) == []
-    assert storage_at(root).list() == ["step-000000001"]
+    # Not what the store lists: SeaweedFS may name a directory whose objects are gone.
+    assert {key.split("/")[-2] for key in s3.keys(bucket)} == {"step-000000001"}
 
 
 def test_a_busy_store_does_not_hide_the_newest_step(
