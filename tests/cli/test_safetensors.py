@@ -239,7 +239,8 @@ def test_whatever_a_source_is_the_command_ends_in_one_line(
         check=False,
     )
     assert re.search(what, ended.stderr)
-    assert (ended.returncode, len(ended.stderr.splitlines())) == (1, 1)
+    said, _, _ = ended.stderr.partition("nanobind: ")  # what triton says when a process ends
+    assert (ended.returncode, len(said.splitlines())) == (1, 1)
     assert not (tmp_path / "target").exists()
 
 

@@ -558,7 +558,7 @@ def test_attributes_say_where_values_go(tmp_path: Path) -> None:
     assert torch.equal(target[1:], whole()[3:])
     assert torch.equal(target[0], torch.full((6,), -1.0))
     target.global_shape = (9, 6)
-    with pytest.raises(OptionError, match=r"t \(8, 6\) instead of \(9, 6\)"):
+    with pytest.raises(OptionError, match=r"8, 6.*9, 6"):
         nostall.load({"t": target}, tmp_path)
     target.global_shape, target.local_sizes = (8, 6), ()
     with pytest.raises(OptionError, match=r"t: ValueError: .*must have the same length"):

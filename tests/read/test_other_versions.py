@@ -167,7 +167,9 @@ def test_properties_of_sharded_tensors_are_read(
     require_loaded(state)
     entry = reader(of_torch_2_2).read_metadata().state_dict_metadata["model.weight"]
     assert isinstance(entry, TensorStorageMetadata)
-    assert entry.properties == TensorProperties(dtype=torch.float32)
+    assert type(entry.properties) is TensorProperties
+    assert entry.properties.dtype == torch.float32
+    assert entry.properties.memory_format == torch.contiguous_format
 
 
 def test_a_checkpoint_of_torch_2_2_is_complete(of_torch_2_2: Path) -> None:
