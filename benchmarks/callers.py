@@ -1,4 +1,4 @@
-"""What a save costs the training thread, for callers with other planners and finalize functions.
+"""The cost of a save for the training thread, by the caller's planner and finalize function.
 
 Every caller saves the same tensors by the split functions, with a cache, on one rank; the figures
 are processor times of the steady state. Megatron's row is its own package, found by

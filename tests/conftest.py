@@ -111,7 +111,7 @@ def found(
     request: pytest.FixtureRequest,
     found_in_turn: Callable[[Program], list[Any] | RanksFailed],
 ) -> list[Any]:
-    """What a program has returned on each rank, see ``support.ranks.on_ranks``."""
+    """Answers of a program on each rank, see ``support.ranks.on_ranks``."""
     results = found_in_turn(request.param)
     if isinstance(results, RanksFailed):
         raise results

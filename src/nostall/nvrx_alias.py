@@ -106,7 +106,7 @@ def _put_aliases() -> None:
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _LAYOUT = attrgetter("key", "dtype", "local_shape", "global_shape", "global_offset")
-"""What the item of a sharded tensor follows from, as Megatron's classes make it."""
+"""Fields that the item of a sharded tensor follows from, as Megatron's classes make it."""
 
 
 def vouch_for_megatrons_planner() -> None:

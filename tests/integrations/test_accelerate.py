@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from support.processes import answer_of
 from support.ranks import run_ranks
 
 pytest.importorskip("accelerate", reason="`nox -s accelerate` installs it")
@@ -91,19 +88,7 @@ def test_saves_that_are_the_frameworks_own_are_named_once(tmp_path: Path) -> Non
 def test_saves_of_one_device_are_the_frameworks_own_and_named(tmp_path: Path) -> None:
     """A process without a launcher says once for each that its saves wait."""
     call = f"one_device(Path({str(tmp_path)!r}))"
-    program = (
-        f"from programs.accelerate_saves import one_device; from pathlib import Path; print({call})"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ast.literal_eval(ended.stdout.splitlines()[-1]) == [
+    assert answer_of("programs.accelerate_saves", call) == [
         "NostallTrainer saves as the Trainer does, while training waits",
         "NostallAccelerator saves as Accelerate does, while training waits",
     ]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -17,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from support.faults import Hold, inject
 from support.pages import code_blocks
+from support.processes import answer_of
 from support.ranks import run_ranks
 
 pytest.importorskip("lightning.pytorch", reason="`nox -s lightning` installs it")
@@ -130,19 +127,7 @@ def test_ranks_that_lightning_starts_save_and_bring_back_the_weights(
 ) -> None:
     """Spawned and forked ranks train; the process that started them has what they have saved."""
     call = f"launched(Path({str(tmp_path)!r}), {strategy!r})"
-    program = (
-        f"from programs.lightning_saves import launched; from pathlib import Path; print({call})"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ast.literal_eval(ended.stdout.splitlines()[-1]) == {
+    assert answer_of("programs.lightning_saves", call) == {
         "names": ["after.ckpt", "epoch=1.ckpt"],
         "trained": True,
         "same": [True, True],

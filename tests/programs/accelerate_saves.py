@@ -417,7 +417,7 @@ def _warnings() -> list[str]:
 
 
 def one_device(out: Path) -> list[str]:
-    """What is logged in a process that no launcher has started."""
+    """Lines that are logged in a process that no launcher has started."""
     said = _warnings()
     options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
     arguments = TrainingArguments(str(out / "run"), max_steps=2, save_steps=1, **options)
@@ -431,7 +431,7 @@ def one_device(out: Path) -> list[str]:
 
 
 def stock(out: Path) -> dict[str, Any]:
-    """What is logged where saves are the frameworks' own, with DDP, and where they are ours."""
+    """Lines that are logged where saves are the frameworks' own, with DDP, and where ours."""
     said = _warnings()
     found: dict[str, Any] = {}
     for name, strategy in (("trainer", "steps"), ("trainer without saves", "no")):

@@ -12,7 +12,7 @@ def note_pid(path: str) -> None:
 
 
 def wait_then_note_pid(fifo: str, path: str) -> None:
-    """The same, once a writer has opened the FIFO."""
+    """Do it once a writer has opened the FIFO."""
     Path(fifo).read_bytes()
     note_pid(path)
 

@@ -664,7 +664,7 @@ class AlonePlanner(DefaultSavePlanner):
 
 
 class VouchedPlanner(AlonePlanner):
-    """The same, of which somebody says that its plans follow from the structure."""
+    """A planner like that, of which somebody says that its plans follow from the structure."""
 
 
 class EverythingPlanner(DefaultSavePlanner):

@@ -27,7 +27,7 @@ def by_lambda(planned: Any) -> Callable[[], Any]:
 
 def by_closure(planned: Any, commit: Any = save_state_dict_async_finalize) -> Callable[[], Any]:
     def finalize() -> None:
-        """As Megatron's."""
+        """Do nothing but commit, as Megatron's closure."""
         commit(*planned)
 
     return finalize
@@ -61,7 +61,7 @@ def with_another_variable(planned: Any) -> Callable[[], Any]:
 
 def with_a_function_in_it(planned: Any) -> Callable[[], Any]:
     def finalize() -> None:
-        (lambda: print("committing"))()  # noqa: PLC3002
+        (lambda: print("committing"))()  # noqa: PLC3002  # what is tried
         save_state_dict_async_finalize(*planned)
 
     return finalize
@@ -69,7 +69,7 @@ def with_a_function_in_it(planned: Any) -> Callable[[], Any]:
 
 def with_an_import(planned: Any) -> Callable[[], Any]:
     def finalize() -> None:
-        import this  # noqa: F401
+        import this  # noqa: F401  # what is tried
 
         save_state_dict_async_finalize(*planned)
 

@@ -171,7 +171,7 @@ class Killed(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What a killed job has left, and what there is after a save by the next one."""
+    """Files that a killed job has left, and those that are there after a save by the next one."""
 
     committed: float | None
     again: list[float]
@@ -189,7 +189,7 @@ KILLED = [
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> dict[Killed, Left]:
-    """What each killed job has left; all jobs that follow are in one start of ranks."""
+    """The rest of each killed job; all jobs that follow are in one start of ranks."""
     out = tmp_path_factory.mktemp("killed")
     committed: list[float | None] = []
     for number, case in enumerate(KILLED):

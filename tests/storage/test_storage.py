@@ -169,7 +169,7 @@ def test_a_checkpoint_on_tmpfs_is_the_one_on_disk(
 
 
 def _refusing_flag(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As on a file system without direct I/O: the flag is refused."""
+    """Refuse the flag, like a file system without direct I/O."""
     refused = []
     real = fcntl.fcntl
 

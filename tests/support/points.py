@@ -1,4 +1,4 @@
-"""What happens at points of a save: in any process, as this module imports nothing of nostall's."""
+"""Faults at points of a save: in any process, as this module imports nothing of nostall's."""
 
 from __future__ import annotations
 

@@ -2,9 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+
+def answer_of(module: str, call: str) -> Any:
+    """The plain value of a call of a program's function, in a new process without a launcher.
+
+    Args:
+        module: The program, as in ``programs.NAME``.
+        call: The call, in which ``Path`` is known.
+    """
+    function = call.partition("(")[0]
+    program = f"from {module} import {function}; from pathlib import Path; print({call})"
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ast.literal_eval(ended.stdout.splitlines()[-1])
 
 
 def descendants() -> set[int]:

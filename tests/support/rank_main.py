@@ -1,4 +1,4 @@
-"""What torchrun starts on each rank: programs in turn, see ``ranks.run_ranks`` and ``on_ranks``."""
+"""The script of each rank: programs in turn, see ``ranks.run_ranks`` and ``on_ranks``."""
 
 from __future__ import annotations
 

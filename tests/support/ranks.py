@@ -77,7 +77,7 @@ def run_ranks(
 
 
 class Program(NamedTuple):
-    """What a test asks ranks for."""
+    """The programs that a test asks ranks for."""
 
     ranks: int
     name: str

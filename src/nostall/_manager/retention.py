@@ -53,7 +53,7 @@ class Retention:
         """Steps whose files were read."""
         self._has_warned = False
         self._next: Callable[[], object] | None = None
-        """What is to be removed next."""
+        """The removal to begin when the present one is over."""
         self._removal: Future[None] = Future()
         """Done when nothing is being removed."""
         self._removal.set_result(None)

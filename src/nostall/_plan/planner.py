@@ -40,7 +40,7 @@ class Vouched:
     """A planner whose plan follows from its switches and the structure of the state."""
 
     serialize: Callable[[Any], bytes]
-    """What it writes for a leaf without tensors."""
+    """Returns the bytes that it writes for a leaf without tensors."""
     openers: Openers
 
 
@@ -73,7 +73,7 @@ def vouch_for(
 
 
 def vouched(planner: SavePlanner) -> Vouched | None:
-    """What is known about a planner; ``None`` if it has to plan every save."""
+    """The knowledge of a planner that lets it plan once; ``None`` if it plans every save."""
     if is_stocks_own(planner):
         return Vouched(serialized, OPENERS)
     if _torch.caches_plans(planner):

@@ -274,8 +274,7 @@ def learn(
     root.gather(state_dict, leaves)
     opened: list[Any] = []
     sharded = []
-    places: dict[str, list[int]] = {}
-    """Positions among the opened leaves, by name, in the order of items."""
+    places: dict[str, list[int]] = {}  # among the opened leaves, by name, in the order of items
     for position, (name, leaf) in enumerate(zip(root.paths(), leaves, strict=True)):
         if leaf is not flat.get(name):
             continue  # an item of the name is refused below
@@ -319,7 +318,7 @@ def _is_recognizable(leaf: Any) -> bool:
 
 
 def _is_same_memory(leaf: Any, source: torch.Tensor) -> bool:
-    """Whether an item's value is a leaf, which a planner that is vouched for may not know."""
+    """Whether an item's value is this leaf: a planner that is vouched for may save another."""
     return (
         isinstance(leaf, torch.Tensor)
         and source.data_ptr() == leaf.data_ptr()

@@ -395,7 +395,7 @@ class RankSave:
 
     # --- its end --------------------------------------------------------------------------------
 
-    def before_commit(self, written: Sequence[RankFiles | None]) -> None:  # noqa: ARG002
+    def before_commit(self, written: Sequence[RankFiles | None]) -> None:  # noqa: ARG002  # a subclass looks at them
         """Call :attr:`beside`; a subclass may refuse the files of all ranks. On the coordinator."""
         if self.beside is not None:
             self.beside()

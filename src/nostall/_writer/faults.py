@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Faults:
-    """What tests have asked for in one save; without cost if that is nothing.
+    """Faults that tests have asked for in one save; without cost if there are none.
 
     Args:
         pickled: Objects of tests with a method of the form of :meth:`at`; empty for none.

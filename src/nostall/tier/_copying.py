@@ -48,7 +48,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 20.0
 
 
 Job: TypeAlias = dict[str, Any]
-"""What to promote, and how."""
+"""A promotion in plain values: name, places, options."""
 
 
 class Ask(NamedTuple):
