@@ -20,7 +20,6 @@
     ├── ReadError             (also OSError)      a file or directory cannot be read
     ├── RankFailedError       (also RuntimeError) another rank failed to load what ranks share
     ├── DamagedCheckpointError                    a checkpoint differs from what was committed
-    ├── IllegalTransitionError                    a request cannot enter this state
     ├── UntrustedMetadataError                    ``.metadata`` is invalid or not understood
     │   └── UnknownMetadataError                  it has parts that this version does not know
     ├── UntrustedObjectError                      an object is of a class that is not allowed
@@ -37,7 +36,6 @@ from typing import Any
 __all__ = [
     "CheckpointExistsError",
     "DamagedCheckpointError",
-    "IllegalTransitionError",
     "IncompleteSaveError",
     "NostallError",
     "NotDurableError",
@@ -232,10 +230,6 @@ class RankFailedError(NostallError, RuntimeError):
 
 class DamagedCheckpointError(NostallError):
     """A committed checkpoint differs from what was written: changed bytes or missing files."""
-
-
-class IllegalTransitionError(NostallError):
-    """A request was asked to enter a state that does not follow its present one."""
 
 
 class UntrustedMetadataError(NostallError):

@@ -22,7 +22,7 @@ from nostall._model.jobs import (
     SealTable,
     WriteJob,
 )
-from nostall._model.lifecycle import State
+from nostall._model.progress import State
 from nostall._model.threads import spawn_or_run
 from nostall._save.background import BackgroundSave
 from nostall._storage.destination import absolute, without_links
@@ -156,7 +156,9 @@ class _FileSave(BackgroundSave):
         )
 
     def _settle(self, report: RankReport) -> None:
-        self.progress.end()  # there are no other ranks, and no metadata
+        self.progress.to(State.WRITTEN)
+        is_in_place = not isinstance(report, RankFailed)  # there are no other ranks, and no metadata
+        self.progress.to(State.COMMITTED if is_in_place else State.FAILED)
         super()._settle(report)
 
     def _put_in_place(self, temporary_name: str, after: Future[RankReport] | None) -> None:
@@ -180,7 +182,7 @@ class _FileSave(BackgroundSave):
                     path=self._path,
                     hint="storage hangs, or EngineOptions.save_timeout_s is too short",
                 )
-            if self.aborted:
+            if self.is_aborted:
                 raise SaveAbortedError("the save was aborted", phase="commit", path=self._path)
             keep_mode_and_owner(temporary, of=self._path)
             identity = identity_of(temporary)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from enum import Enum
 from weakref import WeakValueDictionary
-
-from nostall._model.lifecycle import State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +22,8 @@ class SaveStatus:
     """The checkpoint directory, or the file."""
     rank: int
     state: str
-    """``queued`` (planned), ``staging``, ``staged`` (its writer has not begun), ``writing``, or
-    ``written``: this rank has finished; other ranks or the commit have not."""
+    """``planned``, ``staging``, ``staged`` (its writer has not begun), ``writing``, or ``written``:
+    this rank has finished; other ranks or the commit have not."""
     nbytes: int
     """Bytes of this rank's files; 0 before they are laid out."""
     written_nbytes: int
@@ -42,18 +41,50 @@ class SaveStatus:
         return text + (f", nothing for {self.quiet_s:.0f} s" if self.quiet_s >= 1 else "")
 
 
+class State(str, Enum):
+    """How far one rank's part of a save has got."""
+
+    PLANNED = "planned"
+    STAGING = "staging"
+    STAGED = "staged"
+    WRITING = "writing"
+    WRITTEN = "written"
+    COMMITTED = "committed"
+    FAILED = "failed"
+    ABORTED = "aborted"
+
+
+_LOST = frozenset({State.FAILED, State.ABORTED})
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.PLANNED: frozenset({State.STAGING, State.STAGED, State.WRITING, State.WRITTEN}) | _LOST,
+    State.STAGING: frozenset({State.STAGED, State.WRITING, State.WRITTEN}) | _LOST,
+    State.STAGED: frozenset({State.WRITING, State.WRITTEN}) | _LOST,
+    State.WRITING: frozenset({State.WRITTEN}) | _LOST,
+    State.WRITTEN: frozenset({State.COMMITTED, State.FAILED}),
+    State.COMMITTED: frozenset(),
+    State.FAILED: frozenset(),
+    State.ABORTED: frozenset({State.WRITTEN}),
+}
+"""The states that may follow each state.
+
+A save whose files are all written can no longer be aborted: it fails if it is given up. A report
+that crosses an abort counts, so an aborted save may turn out to be written."""
+
+
 class Progress:
-    """State and byte count of one save; any thread may update it."""
+    """State and byte count of one rank's part of one save.
+
+    All threads consult the state; :meth:`to` decides which of them was first.
+    """
 
     def __init__(self, *, path: str, rank: int) -> None:
         self.path = path
         self._rank = rank
-        self._state = State.QUEUED
+        self.state = State.PLANNED
         self._nbytes = 0
         self._written: dict[str, int] = {}
         self.created: set[str] = set()
         """Paths of the files that the save has created."""
-        self._is_over = False
         self._began_s = self._moved_s = time.monotonic()
         self._lock = threading.Lock()
 
@@ -61,35 +92,40 @@ class Progress:
         """Set the size of the rank's files."""
         self._nbytes = nbytes
 
-    def to(self, state: State) -> None:
-        """Record that the save has entered a state."""
+    def to(self, state: State) -> bool:
+        """Enter a state, and return whether :data:`TRANSITIONS` lets it follow the present one."""
         with self._lock:
-            self._state = state
+            if state not in TRANSITIONS[self.state]:
+                return False
+            self.state = state
             self._moved_s = time.monotonic()
             if state is State.WRITTEN:  # the last chunks are not reported
                 self._written = {"": self._nbytes}
+            return True
 
     def wrote(self, part: str, nbytes: int) -> None:
         """Record how many bytes of a part storage has accepted so far."""
+        self.to(State.WRITING)
         with self._lock:
-            self._state = State.WRITING
-            self._written[part] = nbytes
-            self._moved_s = time.monotonic()
+            if self.state is State.WRITING:  # not over, or written, meanwhile
+                self._written[part] = nbytes
+                self._moved_s = time.monotonic()
 
-    def end(self) -> None:
-        """Record that the save has ended, by success or failure. Idempotent."""
-        self._is_over = True
+    @property
+    def is_over(self) -> bool:
+        """Whether it is committed, failed or aborted."""
+        return self.state in (State.COMMITTED, State.FAILED, State.ABORTED)
 
     def status(self) -> SaveStatus | None:
         """The present status; ``None`` after the end."""
         now_s = time.monotonic()
         with self._lock:
-            if self._is_over:
+            if self.is_over:
                 return None
             return SaveStatus(
                 path=self.path,
                 rank=self._rank,
-                state=self._state.value,
+                state=self.state.value,
                 nbytes=self._nbytes,
                 written_nbytes=sum(self._written.values()),
                 seconds=now_s - self._began_s,

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from nostall._engine import default_engine
 from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import Failure, RankFailed
-from nostall._model.lifecycle import Lifecycle, State
 from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
 from nostall._queue.requests import AsyncRequest
 from nostall._ranks.failures import error_of, failure_of
@@ -37,7 +36,6 @@ class Call:
 
     def __init__(self, request: AsyncRequest) -> None:
         self.request = request
-        self.life = Lifecycle()
         self.begun_s = time.monotonic()
         self.outcome: Future[Outcome] = Future()
         self.late: Failure | None = None
@@ -92,16 +90,12 @@ class AsyncCaller(ABC):
         """As :meth:`schedule_async_call`; returns the call."""
         call = Call(request)
         self._calls.append(call)
-        call.life.to(State.STAGING)
         if request.async_fn is None:
             call.settle(None)
-            call.life.to(State.STAGED)
-            call.life.to(State.WRITING)
             return call
         phase = "stage"
         try:
             args = request.loaded_args()
-            call.life.to(State.STAGED)
             fd = None
             if call.native is None:
                 phase = "serialise"
@@ -115,8 +109,6 @@ class AsyncCaller(ABC):
                 raise
             # Other ranks wait for this one; all of them raise when finalising.
             self._fail(call, error, phase=phase)
-            return call
-        call.life.to(State.WRITING)
         return call
 
     def _forget(self, call: Call, interrupt: BaseException) -> None:
@@ -143,7 +135,6 @@ class AsyncCaller(ABC):
         if call.native is not None:
             call.native.fail(error, phase=phase)
             failure = call.native.failed(error, phase=phase).failure
-        call.life.to(State.FAILED)
         call.settle(failure)
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
@@ -221,8 +212,6 @@ class AsyncCaller(ABC):
             call = calls.popleft()
         except IndexError:  # another thread has taken the last one
             return
-        if call.life.state is State.WRITING:  # else the scheduling thread detects the abort
-            call.life.to(State.ABORTED)
         native = call.native
         try:
             if native is not None and not is_done(call.outcome):

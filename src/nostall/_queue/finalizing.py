@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nostall._engine import default_engine
 from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure
-from nostall._model.lifecycle import State
 from nostall._queue.callers import Call
 from nostall._queue.ending import scheduled, unanswered
 from nostall._queue.sigterm import preemption
@@ -137,24 +136,18 @@ def finalize(call: Call, coordination: Coordination, agreed: View, *, no_dist: b
     """
     if agreed.failed:
         _raise_failure(call, coordination, no_dist=no_dist)
-    call.life.to(State.WRITTEN)
     if agreed.committed and call.early is not None:
         call.early.note_committed(agreed.committed)
     error: BaseException | None = None
     try:
-        try:
-            call.request.execute_finalize_fns(validate_matching_call_idx=False)
-        except (Exception, CheckpointException, SystemExit) as raised:  # of user's functions
-            error = raised
-        share_failure(
-            error,
-            coordination if agreed.shares and not no_dist else SingleProcess(),
-            timeout_s=default_engine().options.save_timeout_s + PATIENCE_S,
-        )
-    except BaseException:  # passed on; after an interrupt this rank joins no collective
-        call.life.to(State.FAILED)
-        raise
-    call.life.to(State.FINALIZED)
+        call.request.execute_finalize_fns(validate_matching_call_idx=False)
+    except (Exception, CheckpointException, SystemExit) as raised:  # of user's functions
+        error = raised  # after an interrupt this rank joins no collective
+    share_failure(
+        error,
+        coordination if agreed.shares and not no_dist else SingleProcess(),
+        timeout_s=default_engine().options.save_timeout_s + PATIENCE_S,
+    )
 
 
 @contextmanager
@@ -177,8 +170,6 @@ def together(coordination: Coordination) -> Iterator[None]:
 
 
 def _raise_failure(call: Call, coordination: Coordination, *, no_dist: bool) -> None:
-    if not call.life.over:
-        call.life.to(State.FAILED)
     if no_dist and call.native is not None:
         # Other ranks finalise, too; there all ranks learn of this rank's failure.
         call.request.execute_finalize_fns(validate_matching_call_idx=False)

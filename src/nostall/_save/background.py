@@ -10,7 +10,7 @@ from typing import Any
 from nostall._engine import Engine, default_engine
 from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import Failure, RankFailed, RankReport
-from nostall._model.progress import Progress
+from nostall._model.progress import Progress, State
 from nostall._ranks.failures import failure_of
 from nostall._ranks.reports import await_report
 from nostall.errors import OptionError, StagingError
@@ -26,8 +26,6 @@ class BackgroundSave(ABC):
         self.engine: Engine = default_engine()
         self._report: Future[RankReport] = Future()
         self._was_started = False
-        self.aborted = False
-        """Whether the save was aborted; a snapshot still being taken is not written then."""
 
     @abstractmethod
     def stage(self) -> Any:
@@ -77,13 +75,17 @@ class BackgroundSave(ABC):
         Args:
             failure: Why; that it was aborted, by default.
         """
-        self.aborted = True
+        self.progress.to(State.ABORTED)  # a snapshot still being taken is not written then
         self.engine.cancel(self.job, self._report if self._was_started else None)
         failure = failure or Failure(
             kind="SaveAbortedError", message="the save was aborted", phase="write"
         )
         self._settle(RankFailed(rank=self.rank, failure=failure))
-        self.progress.end()
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the save was aborted before its files were written."""
+        return self.progress.state is State.ABORTED
 
     def await_report(self) -> RankReport:
         """The report, once it is there; after ``save_timeout_s``, a failed one."""

@@ -22,6 +22,7 @@ from nostall import _torch
 from nostall._engine import Engine, default_engine
 from nostall._memory.fence import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._model.progress import State
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
 from nostall._plan.planner import vouched
@@ -207,10 +208,10 @@ class RankSave:
             results = write_results(prepared, report)
             visit.hand_over()
         except BaseException:  # passed on; this save leaves its directory
+            prepared.target.progress.to(State.FAILED)
             visit.end(committed=False)
             raise
-        finally:
-            prepared.target.progress.end()
+        prepared.target.progress.to(State.WRITTEN)
         receipts = report.receipts if isinstance(report, RankWritten) else ()
         self._state = Written(visit=visit, receipts=receipts)
         return written_items(results, written_files(prepared, report), prepared, sent_token)
@@ -262,12 +263,12 @@ class RankSave:
 
     @contextmanager
     def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:
-        """The target of a new save; its progress ends if the block cannot prepare the save."""
+        """The target of a new save, which has failed if the block cannot prepare it."""
         target = self.settings.target(plan, self.timeline, default_engine(), replaces=replaces)
         try:
             yield target
-        except BaseException:  # passed on; progress ends with the save
-            target.progress.end()
+        except BaseException:  # passed on
+            target.progress.to(State.FAILED)
             raise
 
     def wait_staged(self, timeout: float | None) -> None:
@@ -420,7 +421,6 @@ class RankSave:
         """
         if not isinstance(self._state, SplitSave) or self._state.early is None:
             return None
-        self._state.is_scheduled = True
         self._state.early.allow()
         if not self._state.has_to_run:
             self._state.early.begin()

@@ -13,7 +13,7 @@ from nostall._memory.overlap import changed_too_early
 from nostall._memory.snapshot import Snapshot
 from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import FileReceipt, RankReport, RankWritten
-from nostall._model.lifecycle import State
+from nostall._model.progress import State
 from nostall._model.values import RankFiles
 from nostall._save.background import BackgroundSave
 from nostall._save.early_commit import EarlyCommit
@@ -33,15 +33,14 @@ class SplitSave(BackgroundSave):
         target = prepared.target
         super().__init__(rank=prepared.rank, job=target.job, progress=target.progress)
         self.prepared = prepared
+        if not self.has_to_run:
+            self.progress.to(State.WRITTEN)
         self.early: EarlyCommit | None = None
         """Its early commit, until it is over; ``None`` if it cannot be committed early."""
-        self.is_scheduled = False
-        """Whether a queue has it, where nothing is to be written."""
         self._fence: SnapshotFence | None = None
         self._collecting = threading.Lock()
         self._is_retrieved = False
         self._collected: RankReport | None = None
-        self._is_over = False
         self._changed: list[str] = []
         """Tensors that were changed without waiting for the snapshot."""
 
@@ -80,7 +79,7 @@ class SplitSave(BackgroundSave):
                 self.prepared = replace(self.prepared, target=target)
                 if self.prepared.target.settings.options.staging == "overlapped":
                     snapshot, self._fence = stage_in_background(
-                        self.prepared, self.engine, is_aborted=lambda: self.aborted
+                        self.prepared, self.engine, is_aborted=lambda: self.is_aborted
                     )
                 else:
                     snapshot = stage(self.prepared, self.engine)
@@ -106,7 +105,7 @@ class SplitSave(BackgroundSave):
         timeout_s = self.engine.options.save_timeout_s
         if is_done(staging, timeout_s):
             return staging.result()
-        self.aborted = True
+        self.progress.to(State.ABORTED)
         staging.add_done_callback(self._give_up)
         raise SaveTimeoutError(
             f"the snapshot was not taken within {timeout_s:g} s",
@@ -129,13 +128,13 @@ class SplitSave(BackgroundSave):
 
     def _submit(self, snapshot: Snapshot) -> Future[RankReport]:
         try:
-            if self.aborted:
+            if self.is_aborted:
                 raise SaveAbortedError("the save was aborted", phase="stage")
             written = write_in_background(snapshot, self.prepared.target, self.engine)
         except BaseException:  # passed on; no write owns the snapshot yet
             give_up(snapshot, self.prepared.target, self.engine)
             raise
-        if self.aborted:  # meanwhile, by a caller that found no job to cancel
+        if self.is_aborted:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written)
         return written
 
@@ -160,10 +159,9 @@ class SplitSave(BackgroundSave):
 
     def _settle(self, report: RankReport) -> None:
         try:
-            if isinstance(report, RankWritten):
-                self.progress.to(State.WRITTEN)
-                if (early := self.early) is not None:
-                    early.begin()  # before the queue asks whether it is under way
+            is_written = isinstance(report, RankWritten) and self.progress.to(State.WRITTEN)
+            if is_written and (early := self.early) is not None:
+                early.begin()  # before the queue asks whether it is under way
         finally:  # also if removing a file fails, for lack of memory, say
             super()._settle(report)
 
@@ -175,7 +173,7 @@ class SplitSave(BackgroundSave):
         Args:
             is_certain: Whether the coordinator has said that it is not committed.
         """
-        if self._is_over:
+        if self.visit.was_left:
             return
         self.engine.stop_threads(self.job)
         early = self.early
@@ -194,22 +192,22 @@ class SplitSave(BackgroundSave):
     @property
     def is_lost(self) -> bool:
         """Whether it will not be finalised."""
-        return self.aborted or self._is_over
+        return self.progress.is_over
 
     @property
     def is_unscheduled(self) -> bool:
         """Whether it may never be scheduled."""
-        return not (self._was_started or self.is_scheduled)
+        early = self.early
+        return not (self._was_started or (early is not None and early.identity))
 
     def end(self, *, committed: bool) -> None:
         """End this save."""
-        self._is_over = True
+        self.progress.to(State.COMMITTED if committed else State.FAILED)
         early, self.early = self.early, None
         if early is not None:
             early.stop()
             if committed:
                 early.retire()
-        self.progress.end()
         self.visit.end(committed=committed)
 
     def results(self) -> list[WriteResult]:

@@ -16,7 +16,7 @@ from nostall._memory.overlap import Marks, stage_behind
 from nostall._memory.snapshot import Snapshot, begin_snapshot
 from nostall._model.interrupts import is_done
 from nostall._model.jobs import RankFailed, RankReport
-from nostall._model.lifecycle import State
+from nostall._model.progress import State
 from nostall._model.values import Layout
 from nostall._plan.layout import waves
 from nostall._ranks.failures import error_of

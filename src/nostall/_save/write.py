@@ -20,7 +20,7 @@ from nostall._model.jobs import (
     WriteJob,
     page_aligned,
 )
-from nostall._model.lifecycle import State
+from nostall._model.progress import State
 from nostall._model.threads import spawn_or_run
 from nostall._model.values import Layout
 from nostall._plan.skeleton import container_settings

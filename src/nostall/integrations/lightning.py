@@ -63,6 +63,9 @@ _REST = "lightning"
 class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defined]  # no types
     """Writes each checkpoint with ``torch.save`` in the background: one device, DDP.
 
+    For shards use :class:`NostallModelParallelStrategy`. Lightning's own strategy for them calls
+    this class only to remove an older checkpoint, which is when it warns.
+
     During ``fit`` the checkpoint is copied when ``save_checkpoint`` returns. The file gets its name
     when it is complete and durable. ``remove_checkpoint``, which ``ModelCheckpoint`` calls right
     after a save, removes the older file when the save is committed. A failed save raises torch's
