@@ -34,9 +34,8 @@ from nostall._queue.ending import report_loss
 from nostall._queue.sigterm import preemption
 from nostall._ranks.group import SingleProcess, coordination_for
 from nostall._save.commit import commit_results
+from nostall._save.prepared import Beside, OwnOptions, settings_of
 from nostall._save.rank_save import RankSave, Staging
-from nostall._save.session import Beside
-from nostall._save.settings import OwnOptions, settings_of
 from nostall._storage.destination import is_place, local_tier_of, place_of
 from nostall._storage.places import is_address
 from nostall.options import StagingMode

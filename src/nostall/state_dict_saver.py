@@ -33,12 +33,10 @@ from nostall._queue.requests import commits
 from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import coordination_of, require_members
-from nostall._save.commit import commit_split_save
+from nostall._save.commit import Ending, RankMessage, commit_split_save, decoded
 from nostall._save.early_commit import EarlyCommit
-from nostall._save.messages import Ending, RankMessage, decoded
-from nostall._save.metadata_cache import CheckpointMetadataCache
 from nostall._save.rank_save import RankSave
-from nostall._save.split_plan import SaveSession, plan_save, session_of
+from nostall._save.split_plan import CheckpointMetadataCache, SaveSession, plan_save, session_of
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 

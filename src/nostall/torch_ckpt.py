@@ -24,7 +24,7 @@ from nostall._model.jobs import (
 )
 from nostall._model.progress import State
 from nostall._model.threads import spawn_or_run
-from nostall._save.background import BackgroundSave
+from nostall._save.split_save import BackgroundSave
 from nostall._storage.destination import absolute, without_links
 from nostall._storage.posix import (
     has_identity,
@@ -157,7 +157,9 @@ class _FileSave(BackgroundSave):
 
     def _settle(self, report: RankReport) -> None:
         self.progress.to(State.WRITTEN)
-        is_in_place = not isinstance(report, RankFailed)  # there are no other ranks, and no metadata
+        is_in_place = not isinstance(
+            report, RankFailed
+        )  # there are no other ranks, and no metadata
         self.progress.to(State.COMMITTED if is_in_place else State.FAILED)
         super()._settle(report)
 

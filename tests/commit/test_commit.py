@@ -26,7 +26,7 @@ from nostall._commit.publication import complete_metadata, publication_of
 from nostall._commit.publish import commit
 from nostall._model.names import is_draft
 from nostall._save import publish as publishing
-from nostall._save.leftovers import files_of
+from nostall._save.publish import files_of
 from nostall._storage import posix
 from nostall._storage.posix_files import PosixFiles
 from nostall._storage.posix_storage import PosixStorage

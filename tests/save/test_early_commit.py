@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._model.values import SaveId
-from nostall._save.metadata_cache import CheckpointMetadataCache, Counted
+from nostall._save.split_plan import CheckpointMetadataCache, Counted
 from programs.early import WARM, Job, early_of
 from support.ranks import on_ranks, run_ranks
 from support.waiting import wait_until
@@ -139,7 +139,7 @@ def test_ranks_count_anew_before_they_count_too_many_directories() -> None:
     """They agree on it, so it is not a question of one rank's time; numbers stay different."""
     cache = CheckpointMetadataCache()
     cache.last_save = SaveId(5, 0)
-    with patch("nostall._save.metadata_cache._MOST_DIRECTORIES", 3):
+    with patch("nostall._save.split_plan._MOST_DIRECTORIES", 3):
         counted = [cache.count(name) for name in ("a", "b", "a", "c", "a")]
     assert [save for save, _ in counted] == [*(SaveId(5, n) for n in (1, 2, 3)), None, None]
     assert [here and here.number for _, here in counted] == [1, 1, 2, 1, 3]

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nostall._save import leftovers
+from nostall._save import publish as publishing
 from nostall._storage import posix
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, SaveError, WriteError
@@ -333,7 +333,7 @@ def test_files_of_saves_that_were_killed_are_removed(
     (tmp_path / young).write_bytes(b"of another process, a moment ago")
     way(tmp_path, 1)
     assert young in names_in(tmp_path)
-    monkeypatch.setattr(leftovers, "_SAVES_PER_AGE", 0)  # otherwise an hour
+    monkeypatch.setattr(publishing, "_SAVES_PER_AGE", 0)  # otherwise an hour
     killed = {"__0_0.distcp", "__3_1-89abcdef.distcp", "group__0_0-89abcdef-01234567.distcp"}
     for name in killed | {"model.distcp", "__0_0.distcp.bak", "notes"}:
         (tmp_path / name).write_bytes(b"of a save that was killed")
@@ -348,7 +348,7 @@ def test_files_of_a_checkpoint_with_metadata_of_another_name_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, damaged: bool
 ) -> None:
     """However old they are, and also if that metadata cannot be read."""
-    monkeypatch.setattr(leftovers, "_SAVES_PER_AGE", 0)
+    monkeypatch.setattr(publishing, "_SAVES_PER_AGE", 0)
     writer = FileSystemWriterAsync(tmp_path)
     dcp.save(state_of(1), storage_writer=writer, no_dist=True, use_collectives=False)
     if damaged:
@@ -364,7 +364,7 @@ def test_files_of_a_save_that_is_under_way_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it takes: those of this process are known."""
-    monkeypatch.setattr(leftovers, "_SAVES_PER_AGE", 0)
+    monkeypatch.setattr(publishing, "_SAVES_PER_AGE", 0)
     with Hold("fsync") as hold, AsyncCallsQueue() as queue:
         with inject(hold.fault):
             schedule(queue, tmp_path, state_of(1))

@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._save import leftovers
+from nostall._save import publish as publishing
 from nostall._storage.places import storage_at
 from nostall._storage.port import Conflict, Storage
 from nostall.cli import main
@@ -719,7 +719,7 @@ def test_whole_files_of_a_job_that_was_killed_are_removed_when_they_are_old(
     assert left in storage.list()
     written_s = storage.stat(left).modified_s
     wait_until(lambda: time.time() > written_s + 2)
-    monkeypatch.setattr(leftovers, "_SAVES_PER_AGE", 0)  # otherwise an hour
+    monkeypatch.setattr(publishing, "_SAVES_PER_AGE", 0)  # otherwise an hour
     save(url, 2)
     assert len(storage.list()) == 2
     assert is_loaded(url, 2)

@@ -23,8 +23,8 @@ from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
 from nostall._queue.requests import AsyncRequest
 from nostall._ranks.failures import error_of, failure_of
 from nostall._ranks.group import coordination_for
-from nostall._save.background import BackgroundSave
 from nostall._save.early_commit import EarlyCommit
+from nostall._save.split_save import BackgroundSave
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.options import EngineOptions
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nostall._model.interrupts import interruptible
 from nostall._ranks.failures import failure_of, raise_everywhere
 from nostall._ranks.group import are_same_ranks, coordination_for
-from nostall._save.background import BackgroundSave
+from nostall._save.split_save import BackgroundSave
 from nostall.errors import OptionError, RankMismatchError
 
 if TYPE_CHECKING:

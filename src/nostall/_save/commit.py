@@ -1,15 +1,19 @@
 """How a save ends: the results of all ranks become one published checkpoint, or failures.
 
-Runs on the coordinator, for saves by the split functions and for those whose results DCP has
-collected. Every refusal comes before the publication, and nothing is published then.
+For saves by the split functions, whose ranks send a :class:`RankMessage` each, and for those whose
+results DCP has collected. The coordinator decides: every refusal comes before the publication, and
+nothing is published then.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
@@ -22,7 +26,7 @@ from nostall._commit.collect import (
     require_one_directory,
     require_one_save,
 )
-from nostall._commit.known_results import KnownResults, RankOutcome
+from nostall._commit.known_results import KnownResults, RankOutcome, ResultsReference
 from nostall._commit.manifest import with_manifest
 from nostall._commit.metadata import planned_indices
 from nostall._commit.publication import Publication, complete_metadata, publication_of
@@ -30,20 +34,109 @@ from nostall._commit.result_columns import RankResults, StorageData
 from nostall._engine import default_engine
 from nostall._model import checksum
 from nostall._model.collection import no_collection
-from nostall._model.values import Abort, RankFiles
+from nostall._model.values import Abort, RankFiles, SaveId, WrittenFile
 from nostall._plan.together import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
 from nostall._save.by_name.metadata import send_as_note
 from nostall._save.by_name.plans import NamedGlobalPlan
-from nostall._save.leftovers import remove_unpublished
-from nostall._save.messages import Ending, RankMessage, decoded
-from nostall._save.publish import FinishedMetadata, is_unpublished, publish
-from nostall._save.rank_save import RankSave
-from nostall._save.split_plan import SaveSession
+from nostall._save.publish import FinishedMetadata, is_unpublished, publish, remove_unpublished
 from nostall._save.written import WrittenItems
 from nostall._storage.deadlines import in_time
 from nostall._storage.places import is_same
 from nostall.errors import SaveError
+
+if TYPE_CHECKING:
+    from nostall._save.rank_save import RankSave
+    from nostall._save.split_plan import SaveSession
+
+
+class RankMessage(NamedTuple):
+    """Sent by each rank to the coordinator when it finalises.
+
+    The coordinator gets thousands per save. So this and its parts are tuples, and they are sent as
+    tuples without a class: frozen dataclasses take three times as long to unpickle.
+    """
+
+    outcome: RankOutcome
+    written: RankFiles
+    changed_plan: SavePlan | None
+    save_here: SaveId | None
+    """What identifies it among those to its directory; ``None`` if it was not counted."""
+    counts_alike: bool
+    """Whether all ranks are known to count saves alike."""
+    took_s: float
+    """From the start of planning until the files were durable."""
+
+    def encoded(self) -> bytes:
+        """What is sent; see :func:`decoded`."""
+        outcome, written, save = self.outcome, self.written, self.save_here
+        parts = (
+            isinstance(outcome, ResultsReference),
+            outcome[:] if isinstance(outcome, ResultsReference) else outcome,
+            (
+                written.directory,
+                None if written.files is None else [each[:] for each in written.files],
+                written.left,
+                written.belongs_at,
+            ),
+            self.changed_plan,
+            None if save is None else save[:],
+            self.counts_alike,
+            self.took_s,
+        )
+        return pickle.dumps(parts)
+
+
+@no_collection()
+def decoded(messages: Sequence[RankMessage | bytes]) -> list[RankMessage]:
+    """The messages of all ranks; that of a process that saves alone was not encoded.
+
+    Raises:
+        SaveError: One cannot be read.
+    """
+    found: list[RankMessage] = []
+    for rank, each in enumerate(messages):
+        try:
+            found.append(each if isinstance(each, RankMessage) else _decoded(each))
+        except Exception as error:  # a pickle can raise anything
+            raise SaveError(
+                f"the message of a rank cannot be read: {error!r:.200}",
+                rank=rank,
+                phase="collect",
+                hint="run the same versions of nostall and torch on all ranks",
+            ) from error
+    return found
+
+
+def _decoded(message: bytes) -> RankMessage:
+    is_reference, outcome, written, changed_plan, save, counts_alike, took_s = pickle.loads(message)
+    directory, files, left, belongs_at = written
+    # Calls with * would take twice as long, for thousands of ranks.
+    if files is not None:
+        files = tuple([WrittenFile(name, nbytes, crc32) for name, nbytes, crc32 in files])
+    if is_reference:
+        token, names = outcome
+        outcome = ResultsReference(token, names)
+    if save is not None:
+        series, number = save
+        save = SaveId(series, number)
+    written = RankFiles(directory, files, left, belongs_at)
+    return RankMessage(outcome, written, changed_plan, save, counts_alike, took_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a save ended; sent by the coordinator to every rank."""
+
+    failures: dict[int, _torch.WrappedException]
+    published: bool
+    """Whether the metadata is published, or may be; after a failure, too."""
+    changed: bool
+    """Whether the next save is planned together: a rank's structure changed, or the save failed."""
+    series: int | None = None
+    """A new one of identities, if ranks may count their saves differently."""
+    slowest_rank: int | None = None
+
 
 _Ready = tuple[Publication, Metadata, FinishedMetadata, Ending]
 """A save that only has to be published: its publication, the metadata it was made from, the content

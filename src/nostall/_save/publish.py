@@ -1,7 +1,9 @@
 """Publish the metadata of a checkpoint whose files are all durable: the last step of a save.
 
 Runs on the coordinator. After a failure before the publication it is certain that no metadata
-refers to the files.
+refers to the files. Files that no metadata refers to afterwards may belong to a save that is about
+to commit. They are removed if they belong to the replaced checkpoint, to a save that is known to be
+over, or are too old for any.
 """
 
 from __future__ import annotations
@@ -11,34 +13,48 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from nostall import _torch
+from nostall._commit.manifest import manifest_alone
+from nostall._commit.metadata import referenced_files
 from nostall._commit.publication import Publication
 from nostall._commit.publish import commit
 from nostall._engine import default_engine
-from nostall._save.leftovers import files_of, unused
-from nostall._save.rank_save import RankSave
+from nostall._model.names import (
+    METADATA_SUFFIX,
+    is_draft,
+    is_given_to_shards,
+    is_ours_to_remove,
+)
+from nostall._model.values import RankFiles
 from nostall._storage import directories
 from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
 from nostall._storage.places import storage_at
-from nostall._storage.port import may_have
+from nostall._storage.port import Files, may_have
+from nostall._storage.reading import open_to_read, read_metadata
 from nostall._writer.faults import Faults
 from nostall.errors import (
     NotDurableError,
+    ReadError,
     SaveAbortedError,
     SaveTimeoutError,
     WriteError,
 )
 
-_LOCK_GRACE_S = 1.0
-"""Lets a wait for another save's commit raise its own error before that of hanging storage."""
-
+if TYPE_CHECKING:
+    from nostall._save.rank_save import RankSave
 
 _log = logging.getLogger("nostall")
+
+
+_LOCK_GRACE_S = 1.0
+"""Lets a wait for another save's commit raise its own error before that of hanging storage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,3 +209,120 @@ def is_unpublished(error: Exception) -> bool:
     Other errors, such as those of a writer's subclass, may come after the commit.
     """
     return isinstance(error, WriteError | SaveTimeoutError)
+
+
+_LONG_S = 600.0
+_SAVES_PER_AGE = 2
+"""A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save
+under way."""
+
+
+def files_of(storage: Files, name: str) -> set[str]:
+    """Names of the shard files of a checkpoint; empty without trustworthy metadata."""
+    try:
+        return files_named_by(storage, name)
+    except OSError:
+        return set()
+
+
+def files_named_by(storage: Files, name: str) -> set[str]:
+    """As :func:`files_of`.
+
+    Raises:
+        OSError: The metadata cannot be read.
+    """
+    with open_to_read(storage, name) as stream:
+        manifest = manifest_alone(stream)
+        if manifest is None:
+            path = storage.where(name)
+            files = referenced_files(read_metadata(stream, path), path=path)
+        else:  # much faster to read than the metadata
+            files = {file.name for file in manifest.files}
+    return set(filter(is_ours_to_remove, files))
+
+
+def unused(
+    files: Files,
+    metadata_name: str,
+    publication: Publication,
+    replaced: Set[str],
+    left: Set[str],
+    save_timeout_s: float,
+) -> Iterator[str]:
+    """Names of files that no metadata refers to after the publication; lists them lazily.
+
+    Args:
+        files: The checkpoint's files.
+        metadata_name: Name of the metadata file.
+        publication: The publication.
+        replaced: Names of the replaced checkpoint's files.
+        left: Names of files that ranks of this save made for earlier saves that are over.
+        save_timeout_s: Longest duration of a save.
+    """
+    used = publication.files | directories.names_in_use(files.where())
+    yield from replaced - used
+    try:
+        names = files.list()
+        strangers = unreferenced(files, names, metadata_name) - used - replaced
+        yield from strangers & left
+        # Commits of this process to a directory take turns, so none of these is under way in it. A
+        # process whose draft is gone fails cleanly, or makes another one.
+        yield from filter(is_draft, names)
+        longest_s = _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
+        yield from _old_ones(files, metadata_name, strangers - left, longest_s)
+    except OSError:  # not fatal: the next save looks again
+        where = files.where()
+        _log.debug("files of other saves cannot be listed: path=%s", where, exc_info=True)
+
+
+def unreferenced(files: Files, names: Sequence[str], own: str) -> set[str]:
+    """Names of shard files that no metadata refers to.
+
+    Args:
+        files: The checkpoint's files.
+        names: All their names.
+        own: Name of metadata that do not count.
+    """
+    strangers = {name for name in names if is_given_to_shards(name)}
+    for name in names:
+        if name.endswith(METADATA_SUFFIX) and name != own:
+            referenced = files_of(files, name)
+            if not referenced:  # it may be unreadable
+                return set()
+            strangers -= referenced
+    return strangers
+
+
+def _old_ones(files: Files, own: str, names: Set[str], longest_s: float) -> Iterator[str]:
+    """The files too old for any save under way to commit, by the clock of the storage."""
+    rank = own.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
+    if not names:
+        return
+    oldest_s = files.stat(own).modified_s - longest_s
+    for name in sorted(names):
+        is_of_rank = not rank or f"{rank}_" in name
+        with suppress(ReadError):  # not a regular file
+            if is_of_rank and files.stat(name).changed_s < oldest_s:
+                yield name
+
+
+def remove_unpublished(
+    path: str, names: Sequence[Set[str]], written: Sequence[RankFiles | None]
+) -> None:
+    """Remove all ranks' files of a save whose metadata was certainly not published.
+
+    Args:
+        path: The metadata file.
+        names: Those of each rank's files.
+        written: The files and directory of each rank; files elsewhere, or unknown, stay.
+    """
+    directory = os.path.dirname(path)
+    here = {
+        name
+        for of_rank, each in zip(names, written, strict=True)
+        if each is not None and each.directory == directory
+        for name in of_rank
+    }
+    remove_in_time(
+        [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, here))]
+    )

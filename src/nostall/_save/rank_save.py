@@ -28,14 +28,24 @@ from nostall._plan.items import Resolver
 from nostall._plan.planner import vouched
 from nostall._plan.structure import OPENERS
 from nostall._ranks.group import Coordination, Membership
-from nostall._save import session, write, write_directly
 from nostall._save.by_name.planner import SavePlanner
 from nostall._save.by_name.plans import NamedGlobalPlan
 from nostall._save.early_commit import EarlyCommit
-from nostall._save.leftovers import files_of
-from nostall._save.settings import SaveTarget, WriterSettings
+from nostall._save.prepared import (
+    KnownSave,
+    PreparedSave,
+    SaveTarget,
+    WriterSettings,
+    as_known,
+    learn,
+    prepare,
+    prepare_known,
+)
+from nostall._save.publish import files_of
+from nostall._save.snapshot import wait_for, write_in_background
 from nostall._save.split_save import SplitSave
 from nostall._save.stager import stage_for_later, take_over
+from nostall._save.write_directly import write_now
 from nostall._save.written import (
     WrittenItems,
     as_written,
@@ -144,7 +154,7 @@ class RankSave:
 
     def prepare_known(
         self,
-        known: session.KnownSave,
+        known: KnownSave,
         sources: list[torch.Tensor | bytes],
     ) -> None:
         """As :meth:`prepare`, for a structure that was saved before.
@@ -155,15 +165,15 @@ class RankSave:
         """
         # Looked up a moment ago on the coordinator: one thread for storage less.
         with self._target(known.share.plan, replaces=self._may_replace) as target:
-            prepared = session.prepare_known(known, sources, target=target, engine=default_engine())
+            prepared = prepare_known(known, sources, target=target, engine=default_engine())
             self._state = SplitSave(prepared)
 
     def learn(
         self,
         state_dict: dict[str, Any],
         planner: DCPSavePlanner,
-        last: session.KnownSave | None,
-    ) -> session.KnownSave | None:
+        last: KnownSave | None,
+    ) -> KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
 
         This save sends its results with a token then, to which the next one may refer.
@@ -176,17 +186,17 @@ class RankSave:
         split = self.split
         if split is None:
             return None
-        known = session.as_known(split.prepared, last).known
+        known = as_known(split.prepared, last).known
         learned = known
         voucher = vouched(planner)
         if known is None or voucher:  # a structure that was not recognised is learned anew
             flat, openers = None, OPENERS
             if voucher:
                 flat, openers = vars(planner).get("state_dict"), voucher.openers
-            learned = session.learn(split.prepared, state_dict, flat, default_engine(), openers)
+            learned = learn(split.prepared, state_dict, flat, default_engine(), openers)
             if learned is not None and known is not None:
                 learned = replace(learned, token=known.token)
-        split.prepared = session.as_known(split.prepared, learned)
+        split.prepared = as_known(split.prepared, learned)
         return learned
 
     def fail_later(self, error: NostallError) -> None:
@@ -218,7 +228,7 @@ class RankSave:
 
     def _prepared_by_name(
         self, plan: SavePlan, resolver: Resolver
-    ) -> tuple[session.PreparedSave, str | None]:
+    ) -> tuple[PreparedSave, str | None]:
         """The prepared save, and the token of its results that the coordinator has."""
         self.named_plan = None  # of an earlier save of this writer
         if not isinstance(resolver, SavePlanner):
@@ -257,9 +267,9 @@ class RankSave:
                 path=self.settings.directory,
             )
 
-    def _prepared(self, plan: SavePlan, resolver: Resolver) -> session.PreparedSave:
+    def _prepared(self, plan: SavePlan, resolver: Resolver) -> PreparedSave:
         with self._target(plan) as target:
-            return session.prepare(plan, resolver, target=target, engine=default_engine())
+            return prepare(plan, resolver, target=target, engine=default_engine())
 
     @contextmanager
     def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:
@@ -432,16 +442,14 @@ class RankSave:
             self._state.end(committed=committed)
 
 
-def _write(
-    prepared: session.PreparedSave, engine: Engine
-) -> tuple[session.PreparedSave, RankReport]:
+def _write(prepared: PreparedSave, engine: Engine) -> tuple[PreparedSave, RankReport]:
     """Write a staged copy in the background; write other tensors directly."""
     staged = take_over(prepared, engine)
     if staged is not None:
-        written = write.write_in_background(staged, prepared.target, engine)
-        return prepared, write.wait_for(written, prepared.target, engine)
+        written = write_in_background(staged, prepared.target, engine)
+        return prepared, wait_for(written, prepared.target, engine)
     try:
-        report = write_directly.write_now(prepared, engine)
+        report = write_now(prepared, engine)
     except BaseException:  # passed on; the writing threads have removed what they made
         engine.stop_threads(prepared.target.job)
         remove_in_time(sorted(prepared.target.progress.created))

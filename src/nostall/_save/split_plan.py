@@ -1,25 +1,40 @@
 """Plan a split save: with all ranks, alone, or not at all if the structure is known.
 
 If ranks communicate while they plan, a failure on one is raised on all. If not, it is kept and
-reported to the others when the save is finalised.
+reported to the others when the save is finalised. What one save knows of the next is in a
+:class:`CheckpointMetadataCache`: plans, the last structure, and the results already sent.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from typing_extensions import assert_never
 
 from nostall import _torch
+from nostall._commit.known_results import KnownResults
 from nostall._commit.local_plans import CompactPlan
+from nostall._model.keywords import also_named
 from nostall._model.values import SaveId
-from nostall._plan.cache import Changed, Reuse, Route, Together, choose_route, plans_alone
+from nostall._plan.cache import (
+    CachedPlans,
+    Changed,
+    Reuse,
+    Route,
+    Together,
+    choose_route,
+    plans_alone,
+    same_plan,
+)
 from nostall._plan.planner import (
     as_save_error,
     planner_failures,
@@ -28,6 +43,8 @@ from nostall._plan.planner import (
     without_state,
 )
 from nostall._plan.together import (
+    GlobalPlan,
+    PlanMemory,
     PlanningWriter,
     group_identity,
     local_plan,
@@ -35,11 +52,131 @@ from nostall._plan.together import (
     set_up_writer,
 )
 from nostall._ranks.group import Coordination, Membership, coordination_of
-from nostall._save.by_name.planner import for_split_saves
-from nostall._save.metadata_cache import CheckpointMetadataCache, Counted
+from nostall._save.by_name.planner import SavePlanner as PlannerByName
+from nostall._save.early_commit import Retired
+from nostall._save.prepared import KnownSave
 from nostall._save.rank_save import RankSave
+from nostall._save.split_save import SplitSave
 
 _log = logging.getLogger("nostall")
+
+
+_MOST_DIRECTORIES = 10_000
+"""Ranks agree to count anew when they have saved to so many."""
+
+
+class Counted(NamedTuple):
+    """What identifies a save by the counts of this rank; nothing before ranks agree on a start."""
+
+    save: SaveId | None = None
+    """Among all saves; ``None`` if this rank has begun one that will not be finalised, or may never
+    be scheduled: another rank may not have begun that, and would count otherwise."""
+    save_here: SaveId | None = None
+    """Among those to its directory."""
+
+
+class CheckpointMetadataCache(PlanMemory):
+    """The plans of one sequence of saves. Make one per kind of checkpoint and keep it.
+
+    The methods that frameworks call are a view of :class:`~nostall._plan.together.PlanMemory`.
+    Metadata passed in or out is never changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._central: SavePlan | None = None
+        self._local: SavePlan | None = None
+        self._validated = False
+        self.known: KnownSave | None = None
+        """The reusable part of the last save that reused a plan."""
+        self.sent_token: str | None = None
+        """Token of the results that the coordinator has from this rank."""
+        self.known_results = KnownResults()
+        """On the coordinator, the results of all ranks."""
+        self.retired = Retired()
+        """What saves that are over have left in the store."""
+        self._begun: list[weakref.ref[SplitSave]] = []
+        """Saves of the present series that are not finalised."""
+        self._saves_to: Counter[str] = Counter()
+        """How many saves of the present series went to each directory."""
+
+    def count(self, directory: str) -> Counted:
+        """Count a save, before it is planned; forgotten when ranks have planned it together."""
+        if self.last_save is None:
+            return Counted()
+        begun = [reference() for reference in self._begun]
+        alike = not any(each is None or each.is_lost or each.is_unscheduled for each in begun)
+        self.last_save = self.last_save.next()
+        self._saves_to[directory] += 1
+        alike &= len(self._saves_to) < _MOST_DIRECTORIES
+        here = SaveId(self.last_save.series, self._saves_to[directory])
+        return Counted(self.last_save if alike else None, here)
+
+    def begin_series(self, series: int) -> None:
+        """Count anew from here on, which all ranks do together."""
+        self.last_save = SaveId(series, 0)
+        self._begun.clear()
+        self._saves_to.clear()
+
+    def begin(self, save: SplitSave) -> None:
+        """Note a save that was counted."""
+        self._begun.append(weakref.ref(save))
+
+    def note_finalised(self, save: SplitSave | None) -> None:
+        """Note that all ranks have finalised a save."""
+        self._begun = [each for each in self._begun if each() is not save]
+
+    @also_named(metadata="cached_global_metadata")
+    def set_cached_global_metadata(self, metadata: Metadata | None) -> None:
+        """Adopt a loaded checkpoint's metadata: the first save after it may reuse its plan."""
+        self.adopt_loaded(metadata)
+
+    def set_cache_metadata(
+        self, central_plan: SavePlan, local_plan: SavePlan, global_md_verify_reuse: bool
+    ) -> None:
+        """Remember a plan; the second equal one in a row makes the cache valid on this rank."""
+        self._validated = self._central is not None and same_plan(self._central, central_plan)
+        self._central, self._local = central_plan, local_plan
+        self.verified_loaded = global_md_verify_reuse
+
+    def prepare_save_state_dict_ret(
+        self, rank: int, coordinator: int, save_state_dict_ret: tuple[Any, Any, Any]
+    ) -> tuple[Any, Any, Any]:
+        """The tuple, with metadata filled in on the coordinator if planning was skipped."""
+        writer, metadata, wrapper = save_state_dict_ret
+        if rank == coordinator:
+            if metadata is None:
+                metadata = self.reusable_metadata()
+            else:
+                self._metadata = metadata
+        return writer, metadata, wrapper
+
+    def get_cache_metadata(
+        self,
+    ) -> tuple[SavePlan | None, SavePlan | None, bool, Sequence[SavePlan] | None]:
+        """``(central_plan, local_plan, validated_cache_reuse, loaded_all_plans)``."""
+        return self._central, self._local, self._validated, self.loaded_all_plans
+
+    def get_metadata_caching_status(self) -> tuple[bool, bool]:
+        """``(validated_cache_reuse, validated_loaded_metadata_reuse)``."""
+        return self._validated, self.verified_loaded
+
+    def keep(self, plans: CachedPlans, made: GlobalPlan | None) -> None:
+        """Remember a plan that all ranks made together."""
+        super().keep(plans, made)
+        self._central, self._local = plans.final, plans.local
+        self._validated = plans.validated  # as agreed by all ranks, not as this rank sees it
+        self.known = self.sent_token = None
+        self.known_results = KnownResults()
+        self._begun.clear()
+        self._saves_to.clear()
+
+    def forget(self) -> None:
+        """Plan the next save together."""
+        super().forget()
+        self._central = self._local = self.known = self.sent_token = None
+        self.known_results = KnownResults()
+        self._validated = False
 
 
 class SplitWriter(PlanningWriter, Protocol):
@@ -59,7 +196,7 @@ class SaveSession(_torch.DistWrapper):
     def __init__(
         self,
         group: dist.ProcessGroup | None,
-        use_dist: bool,  # noqa: FBT001  # DCP's
+        use_dist: bool,  # DCP's
         coordinator: int,
     ) -> None:
         super().__init__(group, use_dist, coordinator)
@@ -131,7 +268,12 @@ def plan_save(
     use_dist = dist.is_available() and dist.is_initialized()
     session = SaveSession(process_group, use_dist, coordinator_rank)
     session.cache = cache
-    planner = for_split_saves(planner)
+    if type(planner) is PlannerByName:  # split saves have a cache of their own
+        planner = DefaultSavePlanner(
+            planner.flatten_state_dict,
+            planner.flatten_sharded_tensors,
+            dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
+        )
     coordination = coordination_of(session)
     group = (
         group_identity(process_group, use_dist=use_dist),

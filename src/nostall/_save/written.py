@@ -24,8 +24,7 @@ from nostall._storage.port import require_file
 from nostall.errors import IncompleteSaveError, SaveTimeoutError, WriteError
 
 if TYPE_CHECKING:
-    from nostall._save.session import PreparedSave
-    from nostall._save.settings import SaveTarget
+    from nostall._save.prepared import PreparedSave, SaveTarget
 
 _log = logging.getLogger("nostall")
 

@@ -17,8 +17,8 @@ from nostall._model.names import METADATA_NAME
 from nostall._model.threads import spawn_or_run
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
+from nostall._save.prepared import SaveTarget, WriterSettings
 from nostall._save.rank_save import RankSave, Staging
-from nostall._save.settings import SaveTarget, WriterSettings
 from nostall._save.split_save import SplitSave
 from nostall._save.written import WrittenItems
 from nostall._storage.destination import may_hold, must_stay

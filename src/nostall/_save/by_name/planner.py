@@ -10,13 +10,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 
 from nostall._engine import Engine
 from nostall._model.collection import no_collection
 from nostall._plan.global_plan import plan_columns, require_one_shape
 from nostall._plan.items import require_representable
-from nostall._save import session
 from nostall._save.by_name.plans import (
     GroupPlans,
     ItemsInColumns,
@@ -28,7 +26,7 @@ from nostall._save.by_name.plans import (
     SentPlan,
     plans_of,
 )
-from nostall._save.settings import SaveTarget
+from nostall._save.prepared import PreparedSave, SaveTarget, as_known, learn, prepare, prepare_known
 from nostall.errors import SaveError
 
 
@@ -189,8 +187,8 @@ class SavePlanner(DefaultSavePlanner):
 
     # --- the part of nostall's writer -----------------------------------------------------------
 
-    def prepare(self, plan: SavePlan, target: SaveTarget, engine: Engine) -> session.PreparedSave:
-        """As :func:`~nostall._save.session.prepare`, and remember the structure.
+    def prepare(self, plan: SavePlan, target: SaveTarget, engine: Engine) -> PreparedSave:
+        """As :func:`~nostall._save.prepared.prepare`, and remember the structure.
 
         Raises:
             StagingError: An item could not be resolved.
@@ -198,10 +196,10 @@ class SavePlanner(DefaultSavePlanner):
         for known in self._recognised.values():
             save = known.plan.save
             if save.fits(target.settings):
-                return session.prepare_known(save, known.sources, target=target, engine=engine)
+                return prepare_known(save, known.sources, target=target, engine=engine)
             file_format = target.settings.options.file_format
             require_representable(plan, file_format, rank=target.settings.rank)
-        prepared = session.prepare(plan, self, target=target, engine=engine)
+        prepared = prepare(plan, self, target=target, engine=engine)
         return prepared if self._plans is None else self._remembered(prepared, engine)
 
     @property
@@ -243,7 +241,7 @@ class SavePlanner(DefaultSavePlanner):
         self._flatten()
         return replace(super().create_local_plan(), storage_data=plan.storage_data)
 
-    def _remembered(self, prepared: session.PreparedSave, engine: Engine) -> session.PreparedSave:
+    def _remembered(self, prepared: PreparedSave, engine: Engine) -> PreparedSave:
         """The prepared save, known from now on if it can be recognised safely."""
         answer, given = self._answer, self._given
         has_streams = prepared.target.settings.transform_descriptors is not None
@@ -251,7 +249,7 @@ class SavePlanner(DefaultSavePlanner):
             return prepared
         if "state_dict" not in vars(self):
             self._flatten()
-        save = session.learn(prepared, given, self.state_dict, engine)
+        save = learn(prepared, given, self.state_dict, engine)
         if save is None or save.structure is None or self._plans is None:
             return prepared
         plan = KnownPlan(
@@ -262,15 +260,4 @@ class SavePlanner(DefaultSavePlanner):
             save=save,
         )
         self._plans.of_rank.remember(plan)
-        return session.as_known(prepared, save)
-
-
-def for_split_saves(planner: DCPSavePlanner) -> DCPSavePlanner:
-    """Stock's planner in place of a :class:`SavePlanner`: split saves have a cache of their own."""
-    if type(planner) is not SavePlanner:
-        return planner
-    return DefaultSavePlanner(
-        planner.flatten_state_dict,
-        planner.flatten_sharded_tensors,
-        dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
-    )
+        return as_known(prepared, save)

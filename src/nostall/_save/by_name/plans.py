@@ -26,7 +26,7 @@ from nostall._commit.local_plans import PlanColumns, compact, in_full
 from nostall._plan.global_plan import Share
 from nostall._plan.planner import serialized
 from nostall._plan.together import reusable_metadata
-from nostall._save.session import KnownSave
+from nostall._save.prepared import KnownSave
 from nostall.errors import SaveError
 
 _MOST = 4
