@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -344,6 +345,79 @@ def writer_options(out: Path) -> Facts:
         first, second, uncached = map(_all_of, paths)
         facts[name] = {"plan": said, "same": [first == uncached, second == uncached]}
     return facts
+
+
+def _alone() -> DefaultSavePlanner:
+    return AlonePlanner()
+
+
+def _vouched() -> DefaultSavePlanner:
+    return VouchedPlanner()
+
+
+MATRIX: dict[str, tuple[Callable[[State], None], Callable[[], DefaultSavePlanner], Facts]] = {
+    "as it was": (lambda _: None, DefaultSavePlanner, {}),
+    "another dtype": (lambda state: _retyped(state, "shared"), DefaultSavePlanner, {}),
+    "other strides": (
+        lambda state: state.update(table=state["table"].t().contiguous().t()),
+        DefaultSavePlanner,
+        {},
+    ),
+    "a key more": (lambda state: _added(state, "shared"), DefaultSavePlanner, {}),
+    "a key more on one rank": (
+        lambda state: dist.get_rank() and _added(state, f"own {dist.get_rank()}"),
+        DefaultSavePlanner,
+        {},
+    ),
+    "a key less": (lambda state: _removed(state, "also shared"), DefaultSavePlanner, {}),
+    "an object": (
+        lambda state: state.update(note="x" * int(state["table"].sum().abs() * 10)),
+        DefaultSavePlanner,
+        {},
+    ),
+    "more files": (lambda _: None, DefaultSavePlanner, {"thread_count": 3}),
+    "safetensors": (
+        lambda _: None,
+        DefaultSavePlanner,
+        {"serialization_format": SerializationFormat.SAFETENSORS},
+    ),
+    "another class": (lambda _: None, _alone, {}),
+    "another class, vouched for": (lambda _: None, _vouched, {}),
+    "a switch of the planner": (
+        lambda _: None,
+        lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+        {},
+    ),
+}
+"""What may differ from the save before: the state, the planner, options of the writer."""
+
+
+def matrix(out: Path) -> list[str]:
+    """Saves with one cache, each way three times in a row; those that differ from uncached ones."""
+    vouch_for(VouchedPlanner)
+    pick = random.Random(7)
+    order = [*pick.sample(list(MATRIX), len(MATRIX)), *pick.sample(list(MATRIX), len(MATRIX))]
+    cache, wrong = CheckpointMetadataCache(), []
+    for number, name in enumerate(each for each in order for _ in range(3)):
+        change, planner, options = MATRIX[name]
+        state = {
+            **{key: each for key, each in make_state(number).items() if key != "settings"},
+            "table": torch.randn(3, 4, generator=torch.Generator().manual_seed(number)),
+        }
+        change(state)
+        paths = out / f"{number}-cached", out / f"{number}-uncached"
+        for path, known in zip(paths, (cache, None), strict=True):
+            save(path, dict(state), known, planner(), sync_files=False, **options)
+        dist.barrier()  # the coordinator has committed
+        if number % 3:  # the first of three may write on one rank what another one wrote
+            is_same = _all_of(paths[0]) == _all_of(paths[1])
+        else:
+            is_same = content(read_metadata(paths[0])) == content(read_metadata(paths[1]))
+        if name != "safetensors":  # which stock's own reader does not read
+            is_same &= not loaded_wrong(paths[0], state, deepcopy(state))
+        if not is_same:
+            wrong.append(f"{number}: {name}")
+    return wrong
 
 
 def _all_of(path: Path) -> tuple[Any, Any, dict[str, bytes]]:
@@ -784,6 +858,7 @@ def two_ranks(out: Path) -> dict[str, Facts]:
             structure_changes,
             value_changes,
             writer_options,
+            matrix,
             replicated_on_one_rank_less,
             joined,
             in_flight_over_a_change,

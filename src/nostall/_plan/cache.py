@@ -68,7 +68,9 @@ def choose_route(
     """How this rank plans; :class:`Together` on every rank of a group or on none."""
     if cached is None or not plans_alone(cached, group=group):
         return Together()
-    if cached.planner == planner and same_plan(cached.local, local):
+    if cached.planner != planner:  # it may leave to other ranks what this one wrote
+        return Changed(replace(local, storage_data=cached.final.storage_data), local)
+    if same_plan(cached.local, local):
         return Reuse(cached.final)
     return Changed(_own_share(cached, local), local)
 
