@@ -17,15 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from nostall import _torch
-from nostall._commit.known_results import (
-    KnownResults,
-    RankOutcome,
-    Results,
-    ResultsReference,
-    token_of,
-)
 from nostall._commit.local_plans import matches_loaded
-from nostall._commit.result_columns import in_columns
+from nostall._commit.publication import KnownResults
+from nostall._commit.results import RankOutcome, Results, ResultsReference, in_columns, token_of
 from nostall._engine import default_engine
 from nostall._model.values import RankFiles
 from nostall._plan.planner import vouch_for

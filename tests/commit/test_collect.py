@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nostall._commit.collect import collect, require_all_present, require_one_result_each
+from nostall._commit.commit import collect, require_all_present, require_one_result_each
 from nostall._model.values import Abort, Commit
 from nostall.errors import (
     IncompleteSaveError,

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
+from nostall._commit.commit import commit
 from nostall._commit.metadata import load_metadata
 from nostall._commit.publication import complete_metadata, publication_of
-from nostall._commit.publish import commit
 from nostall._model.names import is_draft
 from nostall._save import publish as publishing
 from nostall._save.publish import files_of

@@ -13,13 +13,20 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 import nostall
-from nostall._commit.index.columns import HEADER, InvalidIndexError, ItemIndex
-from nostall._commit.index.items import entries_and_places
-from nostall._commit.index.parsing import parsed
-from nostall._commit.index.writing import WrittenIndex, encoded, written
+from nostall._commit.index import (
+    HEADER,
+    InvalidIndexError,
+    ItemIndex,
+    WrittenIndex,
+    encoded,
+    parsed,
+    written,
+)
+from nostall._commit.indexing import entries_and_places
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.metadata import load_metadata
 from nostall._commit.publication import publication_of
+from nostall._model import checksum
 from nostall.errors import NostallError, UnknownMetadataError, UntrustedMetadataError
 from nostall.integrity import State
 from support.indexes import content_of, index_of, small
@@ -332,7 +339,9 @@ def test_an_index_of_another_format_is_passed_over(tmp_path: Path) -> None:
     pickled = content[: manifest.metadata_nbytes]
     index = content[len(pickled) :][: manifest.index_nbytes]
     unknown = index[:16] + (3).to_bytes(8, "little") + b"of another form"
-    other = WrittenIndex(body=unknown, properties=(), files=(), ends=())
+    other = WrittenIndex(
+        body=unknown, body_crc32=checksum.crc32(unknown), properties=(), files=(), ends=()
+    )
     pieces = with_manifest(
         [pickled], manifest.files, crc32=manifest.metadata_crc32, committed_at_s=0.0, index=other
     )

@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 
 import nostall
 from nostall import _torch
-from nostall._commit.index.items import entries_and_places, read_index
-from nostall._commit.index.parsing import parsed
-from nostall._commit.index.writing import WrittenIndex
+from nostall._commit.index import WrittenIndex, parsed
+from nostall._commit.indexing import entries_and_places, read_index
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.publication import publication_of
 from nostall._describe.on_demand import on_demand

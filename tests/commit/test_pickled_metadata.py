@@ -25,7 +25,7 @@ from nostall import _torch
 from nostall._commit.local_plans import LocalPlans
 from nostall._commit.metadata import PLANS_KEY, load_metadata
 from nostall._commit.publication import complete_metadata, publication_of
-from nostall._commit.result_columns import in_columns
+from nostall._commit.results import in_columns
 from support.indexes import metadata, small
 
 

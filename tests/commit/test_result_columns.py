@@ -15,9 +15,14 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.known_results import KnownResults, Results, ResultsReference
-from nostall._commit.publication import complete_metadata, publication_of
-from nostall._commit.result_columns import ResultColumns, StorageData, in_columns
+from nostall._commit.publication import KnownResults, complete_metadata, publication_of
+from nostall._commit.results import (
+    ResultColumns,
+    Results,
+    ResultsReference,
+    StorageData,
+    in_columns,
+)
 from support.indexes import metadata, small
 
 

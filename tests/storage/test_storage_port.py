@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nostall._commit.publish import commit
+from nostall._commit.commit import commit
 from nostall._model.jobs import FileImage, SealTable, WriteJob
 from nostall._storage.port import Conflict, Storage
 from nostall._storage.posix_storage import PosixStorage

@@ -51,7 +51,7 @@ DEFECTS = {
         ("tests/end_to_end/test_crash_consistency.py",),
     ),
     "a failed rank does not stop the commit": Defect(
-        "_commit/collect.py",
+        "_commit/commit.py",
         "    return Abort(failures=failures) if failures else Commit(results=list(outcomes))",
         "    return Commit(results=[each for each in outcomes if not isinstance(each, tuple)])",
         ("tests/commit/test_collect.py", "tests/queue/test_queue.py"),
@@ -82,7 +82,7 @@ DEFECTS = {
         ("tests/memory/test_isolation.py",),
     ),
     "replaced files are removed before the commit": Defect(
-        "_commit/publish.py",
+        "_commit/commit.py",
         '        at("commit")\n',
         '        at("commit")\n        storage.remove(list(replaced_files))\n',
         ("tests/commit/test_commit.py", "tests/end_to_end/test_crash_consistency.py"),

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
-from nostall._commit.index.indexing import indexed
-from nostall._commit.index.writing import WrittenIndex
+from nostall._commit.index import WrittenIndex
+from nostall._commit.indexing import indexed
 
 
 def content_of(index: WrittenIndex) -> bytes:
@@ -27,8 +27,7 @@ def content_of(index: WrittenIndex) -> bytes:
 
 def index_of(found: Metadata) -> WrittenIndex | None:
     """The index of metadata, if it has one."""
-    made = indexed(found)
-    return None if made is None else made.written
+    return indexed(found)
 
 
 def small() -> Metadata:

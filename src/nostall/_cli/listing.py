@@ -35,7 +35,7 @@ from nostall._commit.committed import (
     directories_in,
     found_instead,
 )
-from nostall._commit.index.parsing import parsed as parsed_index
+from nostall._commit.index import parsed as parsed_index
 from nostall._commit.manifest import index_alone, manifest_alone
 from nostall._model.names import (
     METADATA_NAME,

@@ -25,8 +25,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any, BinaryIO
 
-from nostall._commit.index.columns import MARK
-from nostall._commit.index.writing import WrittenIndex
+from nostall._commit.index import MARK, WrittenIndex
 from nostall._model import checksum
 from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
@@ -90,17 +89,18 @@ def with_manifest(
         "format": _FORMAT,
         "nostall": __version__,
         "committed_at": committed_at_s,
-        "metadata": {"nbytes": sum(map(len, metadata)), "crc32": _hex(crc32)},
+        "metadata": {"nbytes": sum(map(len, metadata)), "crc32": f"{crc32:08x}"},
         "files": [],
     }
     pieces: tuple[bytes, ...] = ()
     if index is not None:
-        plain["index"] = {"nbytes": index.nbytes, "crc32": _hex(index.crc32)}
         pieces = index.body, index.tables
+        nbytes = sum(map(len, pieces))
+        plain["index"] = {"nbytes": nbytes, "crc32": f"{index.crc32:08x}"}
     entries = ",".join(map(_entry, files))  # there may be tens of thousands
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     line = text.replace('"files":[]', f'"files":[{entries}]').encode() + b"\n"
-    footer = f"#nostall-manifest {len(line):012d} {_hex(checksum.crc32(line))}\n".encode()
+    footer = f"#nostall-manifest {len(line):012d} {checksum.crc32(line):08x}\n".encode()
     return (*metadata, *pieces, b"\n" + line + footer)
 
 
@@ -197,7 +197,7 @@ def _find(stream: BinaryIO, *, path: str) -> tuple[Manifest, int] | None:
         return None
     nbytes = int(footer[1])
     line = _read_at(stream, end - nbytes, nbytes) if nbytes <= _MOST_LINE_NBYTES else b""
-    if len(line) != nbytes or _hex(checksum.crc32(line)) != footer[2].decode():
+    if len(line) != nbytes or checksum.crc32(line) != int(footer[2], 16):
         raise _damaged("the manifest does not match its checksum", path)
     return _parsed(line, path), end - nbytes
 
@@ -234,7 +234,7 @@ def _parsed(line: bytes, path: str) -> Manifest:
         )
         if len({file.name for file in files}) != len(files):
             raise ValueError("duplicate file")
-        index = plain.get("index", {"nbytes": 0, "crc32": _hex(0)})
+        index = plain.get("index", {"nbytes": 0, "crc32": "00000000"})
         return Manifest(
             files=files,
             metadata_nbytes=_nbytes(plain["metadata"]["nbytes"]),
@@ -296,7 +296,3 @@ def _entry(file: WrittenFile) -> str:
     crc32 = "null" if file.crc32 is None else f'"{file.crc32:08x}"'
     name = encode_basestring_ascii(file.name)
     return f'{{"crc32":{crc32},"name":{name},"nbytes":{file.nbytes}}}'
-
-
-def _hex(crc32: int) -> str:
-    return f"{crc32:08x}"

@@ -3,6 +3,9 @@
 A pickle is a program for a stack machine. This one makes the metadata object and sets all its
 attributes but ``storage_meta``, which each save appends. Protocol 3, because later protocols divide
 the program into frames with a length.
+
+:class:`KnownResults` has the results of ranks, too: they are not sent or pickled again. File names
+may change from save to save; they are sent with each save.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import pickle
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from typing import Any
 
@@ -28,14 +31,26 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
-from nostall._commit.index.indexing import indexed
-from nostall._commit.index.writing import WrittenIndex
+from nostall._commit.index import WrittenIndex
+from nostall._commit.indexing import indexed
 from nostall._commit.local_plans import LocalPlans
 from nostall._commit.metadata import PLANS_KEY
-from nostall._commit.result_columns import Places, RankResults, StorageData, places_of
+from nostall._commit.results import (
+    OF_RESULTS,
+    Places,
+    RankOutcome,
+    RankResults,
+    ResultColumns,
+    Results,
+    ResultsReference,
+    StorageData,
+    in_columns,
+    token_of,
+)
 from nostall._model import checksum
 from nostall._model.collection import no_collection
 from nostall._model.names import FileFormat
+from nostall.errors import SaveError
 
 _log = logging.getLogger("nostall")
 
@@ -46,9 +61,16 @@ _SUFFIXES = re.compile("|".join(re.escape(each.value) for each in FileFormat).en
 
 def complete_metadata(metadata: Metadata, results: Sequence[RankResults]) -> Metadata:
     """The metadata of a finished save without ``storage_meta``; the argument is not changed."""
+    parts: list[Places] = []
+    for of_rank in results:
+        found = in_columns(of_rank) if isinstance(of_rank, list) else of_rank
+        if isinstance(found, ResultColumns):
+            parts.append(found)
+        else:
+            parts.append({each.index: each.storage_data for each in found})
     finished = copy(metadata)
     finished.version = _torch.DCP_VERSION
-    finished.storage_data = StorageData(list(map(places_of, results)))
+    finished.storage_data = StorageData(parts)
     return finished
 
 
@@ -78,7 +100,8 @@ class Publication:
 
     def content(self, storage_meta: StorageMeta | None) -> tuple[bytes, ...]:
         """The content of a ``.metadata`` file, in pieces: joining costs more than writing them."""
-        return (*self.program, end_of_program(storage_meta))
+        rest = pickle.dumps({"storage_meta": storage_meta}, protocol=PROTOCOL)
+        return (*self.program, rest[PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies have bytes of their own."""
@@ -144,18 +167,48 @@ def _with_places(parts: Sequence[Places], **others: Any) -> Publication:
     return Publication(storage_data=StorageData(parts), **others)
 
 
-def program_of(metadata: Metadata) -> bytes:
+@no_collection()
+def publication_of(finished: Metadata) -> Publication:
+    """The publication of a finished save's metadata."""
+    index, places = indexed(finished), finished.storage_data
+    if not isinstance(places, StorageData):
+        places = StorageData([places])
+    if index is None:
+        names = {each.fqn for each in places}
+        files = {each.relative_path for each in places.values()}
+    else:
+        names, files = set(finished.state_dict_metadata), set(index.files)
+    return Publication(
+        program=(_program_of(finished),),
+        storage_data=places,
+        files=frozenset(files),
+        is_renamable=files.isdisjoint(names),
+        index=index,
+    )
+
+
+def _program_of(metadata: Metadata) -> bytes:
     """Pickled metadata without ``storage_meta``, and without the STOP instruction.
 
-    Equal sizes are pickled once; the chunks of the argument come to share them.
+    All local plans are in the planner data. Equal sizes are pickled once; the chunks of the
+    argument come to share them.
     """
-    twin = _to_pickle(metadata)
+    twin, plans = copy(metadata), getattr(metadata, "all_local_plans", None)
+    if isinstance(plans, LocalPlans | list):
+        vars(twin).pop("all_local_plans")
+        if isinstance(metadata.planner_data, Mapping):
+            twin.planner_data = {**metadata.planner_data, PLANS_KEY: LocalPlans.of(plans).plain}
+        else:
+            vars(twin)["all_local_plans"] = list(plans)
+    vars(twin).pop("storage_meta", None)
     known: dict[Any, Any] = {name: name for name in twin.state_dict_metadata if type(name) is str}
     for entry in twin.state_dict_metadata.values():
-        if type(entry) is TensorStorageMetadata:
-            for chunk in entry.chunks:
-                if type(chunk) is ChunkStorageMetadata:
-                    _share_sizes(chunk, known)
+        for chunk in entry.chunks if type(entry) is TensorStorageMetadata else ():
+            if type(chunk) is ChunkStorageMetadata:
+                offsets, sizes = chunk.offsets, chunk.sizes
+                if type(offsets) is type(sizes) is torch.Size:
+                    chunk.offsets = known.setdefault(offsets, offsets)
+                    chunk.sizes = known.setdefault(sizes, sizes)
     places = twin.storage_data
     if isinstance(places, StorageData):
         is_changed = "in_full" in vars(places)
@@ -165,13 +218,6 @@ def program_of(metadata: Metadata) -> bytes:
     pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCED}
     pickler.dump(twin)
     return stream.getvalue()[: -len(pickle.STOP)]
-
-
-def _share_sizes(chunk: ChunkStorageMetadata, known: dict[Any, Any]) -> None:
-    offsets, sizes = chunk.offsets, chunk.sizes
-    if type(offsets) is type(sizes) is torch.Size:
-        chunk.offsets = known.setdefault(offsets, offsets)
-        chunk.sizes = known.setdefault(sizes, sizes)
 
 
 def _reduced(cls: type, state_of: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
@@ -189,47 +235,141 @@ _REDUCED = {
 """Reducers of the most frequent classes; ``object.__reduce_ex__`` takes three times as long."""
 
 
-def _to_pickle(metadata: Metadata) -> Metadata:
-    """The metadata without ``storage_meta``, and with all local plans in the planner data."""
-    plans = getattr(metadata, "all_local_plans", None)
-    twin = copy(metadata)
-    if isinstance(plans, LocalPlans | list):
-        vars(twin).pop("all_local_plans")
-        if isinstance(metadata.planner_data, Mapping):
-            twin.planner_data = {**metadata.planner_data, PLANS_KEY: LocalPlans.of(plans).plain}
-        else:
-            vars(twin)["all_local_plans"] = list(plans)
-    vars(twin).pop("storage_meta", None)
-    return twin
-
-
-def end_of_program(storage_meta: StorageMeta | None) -> bytes:
-    """What makes a pickle of the result of :func:`program_of`."""
-    rest = pickle.dumps({"storage_meta": storage_meta}, protocol=PROTOCOL)
-    return rest[PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP
-
-
 def _pickled(text: str) -> bytes:
     """The first occurrence of a text in a pickle of protocol 3."""
     encoded = text.encode("utf-8", "surrogatepass")
     return pickle.BINUNICODE + len(encoded).to_bytes(4, "little") + encoded
 
 
-@no_collection()
-def publication_of(finished: Metadata) -> Publication:
-    """The publication of a finished save's metadata."""
-    found, places = indexed(finished), finished.storage_data
-    if not isinstance(places, StorageData):
-        places = StorageData([places])
-    if found is None:
-        names = {index.fqn for index in places}
-        files = {info.relative_path for info in places.values()}
-    else:
-        names, files = set(found.index.names), set(found.index.files)
-    return Publication(
-        program=(program_of(finished),),
-        storage_data=places,
-        files=frozenset(files),
-        is_renamable=files.isdisjoint(names),
-        index=None if found is None else found.written,
+# --- what the coordinator knows of earlier saves --------------------------------------------------
+
+
+def _files_of(outcomes: Sequence[RankOutcome]) -> list[str]:
+    return [name for each in outcomes if isinstance(each, OF_RESULTS) for name in each.files]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Published:
+    """The last publication, with its results and its planned metadata."""
+
+    tokens: list[str]
+    attributes: dict[str, Any]
+    files: list[str]
+    publication: Publication
+
+
+class KnownResults:
+    """The coordinator's memory of the last save."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, Results] = {}
+        self._published: _Published | None = None
+
+    def token(self, rank: int) -> str | None:
+        """The token of a rank's results, if they are kept."""
+        kept = self._of_rank.get(rank)
+        return None if kept is None else kept.token
+
+    def fill_in(
+        self, outcomes: Sequence[RankOutcome]
+    ) -> list[RankResults | _torch.WrappedException]:
+        """All ranks' results or failures; results with a token are kept.
+
+        A reference becomes the kept results, with the earlier file names; see
+        :meth:`under_new_names`.
+        """
+        everyone: list[RankResults | _torch.WrappedException] = []
+        before: ResultColumns | None = None
+        for rank, each in enumerate(outcomes):
+            match each:
+                case ResultsReference(token=token):  # first, as all are in the steady state
+                    known = self._of_rank.get(rank)
+                    if known is None or known.token != token:
+                        everyone.append(_unknown(rank))
+                    else:
+                        everyone.append(known.items)
+                case Results(items=items, token=token):
+                    if isinstance(items, ResultColumns):
+                        if before is not None and before.names == items.names:
+                            items = replace(items, names=before.names)  # ranks share names
+                        before = items
+                    if token is not None:
+                        self._of_rank[rank] = replace(each, items=items)
+                    everyone.append(items)
+                case failure:
+                    everyone.append(failure)
+        return everyone
+
+    def under_new_names(
+        self, outcomes: Sequence[RankOutcome], results: Sequence[RankResults]
+    ) -> list[RankResults]:
+        """All ranks' results from :meth:`fill_in`, with the present file names."""
+        return [
+            _renamed(items, dict(zip(self._of_rank[rank].files, each.files, strict=True)))
+            if isinstance(each, ResultsReference)
+            else items
+            for rank, (each, items) in enumerate(zip(outcomes, results, strict=True))
+        ]
+
+    def publication(self, outcomes: Sequence[RankOutcome], planned: Metadata) -> Publication | None:
+        """The last publication with new file names, if its results and metadata were the same."""
+        last = self._published
+        if last is None or list(map(token_of, outcomes)) != last.tokens:
+            return None
+        now = _attributes(planned)  # the same objects: comparing their contents costs too much
+        if now.keys() != last.attributes.keys():
+            return None
+        if any(value is not last.attributes[name] for name, value in now.items()):
+            return None
+        files = _files_of(outcomes)
+        publication = last.publication.renamed(dict(zip(last.files, files, strict=True)))
+        if publication is not None:
+            self._published = replace(last, files=files, publication=publication)
+        return publication
+
+    def note_published(
+        self, outcomes: Sequence[RankOutcome], planned: Metadata, publication: Publication
+    ) -> None:
+        """Keep a publication, if the results of all ranks have a token."""
+        tokens = [token for token in map(token_of, outcomes) if token is not None]
+        if len(tokens) == len(outcomes):
+            self._published = _Published(
+                tokens=tokens,
+                attributes=_attributes(planned),
+                files=_files_of(outcomes),
+                publication=publication,
+            )
+
+
+def _unknown(rank: int) -> _torch.WrappedException:
+    return _torch.wrap_exception(
+        SaveError(
+            "this rank refers to results of an earlier save that the coordinator does not have",
+            rank=rank,
+            phase="collect",
+            hint="use one metadata cache per sequence of saves, in the same way on all ranks",
+        )
     )
+
+
+def _renamed(items: RankResults, names: Mapping[str, str]) -> RankResults:
+    if isinstance(items, ResultColumns):
+        return items.renamed(names)
+    return [
+        replace(
+            item,
+            storage_data=replace(
+                item.storage_data, relative_path=names[item.storage_data.relative_path]
+            ),
+        )
+        for item in items
+    ]
+
+
+def _attributes(metadata: Metadata) -> dict[str, Any]:
+    """The objects of planned metadata, by attribute."""
+    return {
+        name: value
+        for name, value in vars(metadata).items()
+        if name not in ("storage_data", "storage_meta", "version")
+    }

@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from nostall._commit.index.columns import ItemIndex
-from nostall._commit.index.items import entries_and_places, read_index
+from nostall._commit.index import ItemIndex
+from nostall._commit.indexing import entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, split
 from nostall._commit.metadata import Extent, extents_of, load_metadata, planned_indices
 from nostall._storage.reading import read_metadata

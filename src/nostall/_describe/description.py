@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from nostall._commit.index.columns import ItemIndex
-from nostall._commit.index.items import entries_and_places, read_index
+from nostall._commit.index import ItemIndex
+from nostall._commit.indexing import entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, Manifest
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._commit.metadata_pickle import HINT

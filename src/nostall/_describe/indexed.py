@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from nostall._commit.index.items import Entries, Places
+from nostall._commit.indexing import Entries, Places
 
 _REST = "nostall.rest"
 """Not a name that code could have for an attribute."""

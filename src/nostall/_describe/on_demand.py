@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
-from nostall._commit.index.columns import ItemIndex
-from nostall._commit.index.items import Items
+from nostall._commit.index import ItemIndex
+from nostall._commit.indexing import Items
 
 Entry = TensorStorageMetadata | BytesStorageMetadata
 

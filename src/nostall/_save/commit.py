@@ -20,17 +20,16 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.collect import (
+from nostall._commit.commit import (
     collect,
     require_all_present,
     require_one_directory,
     require_one_save,
 )
-from nostall._commit.known_results import KnownResults, RankOutcome, ResultsReference
 from nostall._commit.manifest import with_manifest
 from nostall._commit.metadata import planned_indices
-from nostall._commit.publication import Publication, complete_metadata, publication_of
-from nostall._commit.result_columns import RankResults, StorageData
+from nostall._commit.publication import KnownResults, Publication, complete_metadata, publication_of
+from nostall._commit.results import RankOutcome, RankResults, ResultsReference, StorageData
 from nostall._engine import default_engine
 from nostall._model import checksum
 from nostall._model.collection import no_collection

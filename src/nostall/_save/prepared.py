@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.collect import require_one_result_each
+from nostall._commit.commit import require_one_result_each
 from nostall._engine import Engine
 from nostall._model.collection import no_collection
 from nostall._model.names import FileFormat

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from nostall import _torch
+from nostall._commit.commit import commit
 from nostall._commit.manifest import manifest_alone
 from nostall._commit.metadata import referenced_files
 from nostall._commit.publication import Publication
-from nostall._commit.publish import commit
 from nostall._engine import default_engine
 from nostall._model.names import (
     METADATA_SUFFIX,

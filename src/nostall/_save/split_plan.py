@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from typing_extensions import assert_never
 
 from nostall import _torch
-from nostall._commit.known_results import KnownResults
 from nostall._commit.local_plans import CompactPlan
+from nostall._commit.publication import KnownResults
 from nostall._model.keywords import also_named
 from nostall._model.values import SaveId
 from nostall._plan.cache import (

@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any, NamedTuple, TypeAlias
 
+from nostall._commit.commit import commit
 from nostall._commit.manifest import split
-from nostall._commit.publish import commit
 from nostall._model import checksum
 from nostall._model.jobs import Failure, page_aligned
 from nostall._model.names import METADATA_NAME, is_draft, is_ours_to_remove

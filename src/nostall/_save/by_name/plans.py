@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from nostall._commit.known_results import KnownResults
 from nostall._commit.local_plans import PlanColumns, compact, in_full
+from nostall._commit.publication import KnownResults
 from nostall._plan.global_plan import Share
 from nostall._plan.planner import serialized
 from nostall._plan.together import reusable_metadata

@@ -1,4 +1,4 @@
-"""A rank's write results as columns.
+"""A rank's write results, as columns where they have the usual form.
 
 A result of DCP's has fifteen objects: its item, its place in a file, their attributes. As columns
 results take a fifteenth of the memory, and of the time to unpickle. So ranks send them like this,
@@ -8,10 +8,12 @@ and the coordinator keeps them like this. Results of an unusual form stay as the
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeAlias
+from itertools import count
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -41,12 +43,6 @@ class ResultColumns:
     """In the file, in bytes."""
     transforms: tuple[str, ...] | None
     """Of all of them."""
-
-    def like(self, other: object) -> ResultColumns:
-        """The same; names that are equal to the other's are the same object."""
-        if isinstance(other, ResultColumns) and self.names == other.names:
-            return replace(self, names=other.names)
-        return self
 
     def renamed(self, names: Mapping[str, str]) -> ResultColumns:
         """The same under other names of files.
@@ -87,6 +83,35 @@ RankResults: TypeAlias = ResultColumns | list[WriteResult]
 """The results of a rank, as columns if they have the usual form."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """A rank's write results, in full."""
+
+    items: RankResults
+    files: tuple[str, ...]
+    """Names of the files of the items."""
+    token: str | None
+    """Identifies results that a later save may refer to."""
+
+
+class ResultsReference(NamedTuple):
+    """A reference to write results that the coordinator received before, under this token."""
+
+    token: str
+    files: tuple[str, ...]
+    """The present names of the files, in the order of the first report."""
+
+
+OF_RESULTS = (Results, ResultsReference)  # made once: there are thousands of ranks
+RankOutcome: TypeAlias = Results | ResultsReference | _torch.WrappedException
+"""A rank's report of its part of a save."""
+
+
+def token_of(outcome: RankOutcome) -> str | None:
+    """The token of these results, if a later save may refer to them."""
+    return outcome.token if isinstance(outcome, OF_RESULTS) else None
+
+
 def columns_of(places: Iterable[tuple[Any, Any]]) -> ResultColumns | None:
     """Items and their places as columns; ``None`` if something would be lost.
 
@@ -95,7 +120,8 @@ def columns_of(places: Iterable[tuple[Any, Any]]) -> ResultColumns | None:
         OverflowError: A number is negative or too large.
         TypeError: Something has no hash, or is no number.
     """
-    begins, files = Numbers(), Numbers()
+    begins = defaultdict[Any, int](count().__next__)
+    files = defaultdict[str, int](count().__next__)
     names, hints, begin_of, file_of, offsets, lengths = [], [], [], [], [], []
     are_plain, transforms = False, set()
     for index, info in places:
@@ -157,25 +183,8 @@ def in_columns(results: list[WriteResult]) -> RankResults:
     return columns
 
 
-class Numbers(dict[Any, int]):
-    """Numbers what it is asked for: 0, 1, 2 and so on."""
-
-    def __missing__(self, new: Any) -> int:
-        number = self[new] = len(self)
-        return number
-
-
 Places: TypeAlias = ResultColumns | Mapping[MetadataIndex, Any]
 """Items and their places in files."""
-
-
-def places_of(results: RankResults) -> Places:
-    """Places of a rank's results, in columns where their attributes allow it."""
-    if isinstance(results, list):
-        results = in_columns(results)
-    if isinstance(results, ResultColumns):
-        return results
-    return {each.index: each.storage_data for each in results}
 
 
 class StorageData(MutableMapping[MetadataIndex, Any]):
