@@ -33,7 +33,7 @@ from nostall._commit.results import Results, ResultsReference, in_columns
 from nostall._engine import default_engine
 from nostall._model.collection import no_collection
 from nostall._model.values import RankFiles, SaveId, WrittenFile
-from nostall._plan.together import global_plan_of, reusable_metadata, with_local_plans
+from nostall._plan.agree import global_plan_of, reusable_metadata, with_local_plans
 from nostall._save.by_name.plans import GroupPlans, PlanAnswer, PlanQuestion, SentPlan
 from nostall._save.commit import RankMessage, commit_split_save
 from nostall._save.rank_save import RankSave

@@ -30,7 +30,7 @@ from nostall._memory.arena import address_of
 from nostall._memory.staged_state import StagedStateDict
 from nostall._model.sealing import combine_hash
 from nostall._plan.container import build_container
-from nostall._plan.skeleton import container_skeleton
+from nostall._plan.items import container_skeleton
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync

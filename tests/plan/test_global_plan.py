@@ -35,7 +35,7 @@ from nostall._commit.local_plans import (
     sharing,
 )
 from nostall._commit.metadata import PLANS_KEY, load_metadata, local_plans_in
-from nostall._plan.global_plan import plan_columns, require_one_shape
+from nostall._plan.planner import plan_columns, require_one_shape
 from nostall._save.by_name.plans import SentPlan
 from nostall.errors import RankMismatchError, UntrustedMetadataError
 

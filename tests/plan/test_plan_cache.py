@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from nostall._commit.local_plans import matches_loaded
-from nostall._plan.cache import (
+from nostall._plan.agree import (
     CachedPlans,
     Changed,
     Reuse,

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 import nostall
-from nostall._plan.global_plan import plan_columns
+from nostall._plan.planner import plan_columns
 from nostall._save.by_name import plans
 from nostall.errors import ReadError
 from programs.entry_points import State

@@ -54,11 +54,6 @@ class PlanColumns(NamedTuple):
     planner_data: Any
 
     @property
-    def keys(self) -> list[tuple[str, _Size | None]]:
-        """What identifies the items among those of all ranks."""
-        return list(zip(self.names, self.offsets, strict=True))
-
-    @property
     def rows(self) -> list[tuple[str, int, _Size | None, _Size, _Size, int]]:
         """The columns of items, item by item."""
         return list(zip(*self[:6], strict=True))

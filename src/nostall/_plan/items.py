@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import io
 import math
+import os
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.utils.serialization import config
 
 from nostall import _torch
 from nostall._model.names import FileFormat
@@ -34,7 +37,6 @@ from nostall._model.values import (
 from nostall._model.wording import some
 from nostall._plan.container import build_container
 from nostall._plan.safetensors import entry_of
-from nostall._plan.skeleton import container_settings, container_skeleton
 from nostall.errors import StagingError
 
 
@@ -135,7 +137,8 @@ def _plan_tensor(item: WriteItem, tensor: torch.Tensor, settings: _Settings) -> 
         raise ValueError(missing)
     if not all(type(length) is int for length in tensor.shape):
         raise ValueError("a length of the tensor is not a number, as of a jagged nested tensor")
-    weight = _chunk_nbytes(item, tensor)
+    chunk = tensor.shape if item.tensor_data is None else item.tensor_data.chunk.sizes
+    weight = math.prod(chunk) * tensor.itemsize
     stride = _torch.payload_stride(tensor)
     if stride is None:
         buffer = io.BytesIO()
@@ -203,7 +206,66 @@ def _run(item: WriteItem, content: bytes, *, weight: int) -> _Item:
     return shape, None, content
 
 
-def _chunk_nbytes(item: WriteItem, tensor: torch.Tensor) -> int:
-    if item.tensor_data is None:
-        return tensor.nbytes
-    return math.prod(item.tensor_data.chunk.sizes) * tensor.itemsize
+# --- the file form of a tensor, without the payload -----------------------------------------------
+
+
+class _Skeleton(io.RawIOBase):
+    """Receives a container without its payload: keeps the written parts and the one gap."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytearray] = [bytearray()]
+        self.gap_nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def write(self, piece: Any) -> int:
+        self.parts[-1] += piece
+        return len(piece)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_CUR or len(self.parts) > 1:
+            raise io.UnsupportedOperation("only one relative seek, over the payload, is expected")
+        self.gap_nbytes = offset
+        self.parts.append(bytearray())
+        return self.tell()
+
+    def tell(self) -> int:
+        return sum(map(len, self.parts)) + self.gap_nbytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContainerSkeleton:
+    """The file form of a tensor in ``torch.save``, without the payload."""
+
+    prefix: bytes
+    payload_nbytes: int
+    suffix: bytes
+    checksums: bool
+    """Whether torch is set to store CRCs."""
+
+
+def container_skeleton(
+    dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
+) -> ContainerSkeleton:
+    """The container of a plain CPU tensor with its own exact storage, from ``torch.save``."""
+    # Never touched (unless torch is set to be deterministic): it takes no memory, however large.
+    stand_in = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+    skeleton = _Skeleton()
+    with torch.serialization.skip_data():
+        torch.save(stand_in, cast("IO[bytes]", skeleton))
+    before, after = skeleton.parts if skeleton.gap_nbytes else (b"", b"".join(skeleton.parts))
+    return ContainerSkeleton(
+        prefix=bytes(before),
+        payload_nbytes=skeleton.gap_nbytes,
+        suffix=bytes(after),
+        checksums=bool(torch.serialization.get_crc32_options()),
+    )
+
+
+def container_settings() -> tuple[bool, int]:
+    """The process-wide settings of torch that change a container: checksums, payload alignment."""
+    return bool(torch.serialization.get_crc32_options()), int(config.save.storage_alignment)

@@ -34,7 +34,7 @@ from nostall._engine import default_engine
 from nostall._model import checksum
 from nostall._model.collection import no_collection
 from nostall._model.values import Abort, RankFiles, SaveId, WrittenFile
-from nostall._plan.together import new_series, replanned_metadata
+from nostall._plan.agree import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
 from nostall._save.by_name.metadata import send_as_note
 from nostall._save.by_name.plans import NamedGlobalPlan

@@ -34,8 +34,8 @@ from nostall._model.jobs import (
 from nostall._model.progress import State
 from nostall._model.threads import spawn_or_run
 from nostall._model.values import Layout
+from nostall._plan.items import container_settings
 from nostall._plan.layout import waves
-from nostall._plan.skeleton import container_settings
 from nostall._ranks.failures import error_of, failure_of
 from nostall._ranks.reports import await_report, joined, when_done
 from nostall._save.prepared import PreparedSave, SaveTarget

@@ -25,15 +25,22 @@ from nostall._commit.local_plans import CompactPlan
 from nostall._commit.publication import KnownResults
 from nostall._model.keywords import also_named
 from nostall._model.values import SaveId
-from nostall._plan.cache import (
+from nostall._plan.agree import (
     CachedPlans,
     Changed,
+    GlobalPlan,
+    PlanMemory,
+    PlanningWriter,
     Reuse,
     Route,
     Together,
     choose_route,
+    group_identity,
+    local_plan,
+    plan_together,
     plans_alone,
     same_plan,
+    set_up_writer,
 )
 from nostall._plan.planner import (
     as_save_error,
@@ -41,15 +48,6 @@ from nostall._plan.planner import (
     planner_key,
     vouched,
     without_state,
-)
-from nostall._plan.together import (
-    GlobalPlan,
-    PlanMemory,
-    PlanningWriter,
-    group_identity,
-    local_plan,
-    plan_together,
-    set_up_writer,
 )
 from nostall._ranks.group import Coordination, Membership, coordination_of
 from nostall._save.by_name.planner import SavePlanner as PlannerByName
@@ -78,7 +76,7 @@ class Counted(NamedTuple):
 class CheckpointMetadataCache(PlanMemory):
     """The plans of one sequence of saves. Make one per kind of checkpoint and keep it.
 
-    The methods that frameworks call are a view of :class:`~nostall._plan.together.PlanMemory`.
+    The methods that frameworks call are a view of :class:`~nostall._plan.agree.PlanMemory`.
     Metadata passed in or out is never changed.
     """
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from nostall import core, nvrx_alias, state_dict_saver
-from nostall._plan.together import with_local_plans
+from nostall._plan.agree import with_local_plans
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync

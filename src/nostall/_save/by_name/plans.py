@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from nostall._commit.local_plans import PlanColumns, compact, in_full
 from nostall._commit.publication import KnownResults
-from nostall._plan.global_plan import Share
-from nostall._plan.planner import serialized
-from nostall._plan.together import reusable_metadata
+from nostall._plan.agree import reusable_metadata
+from nostall._plan.planner import Share, serialized
 from nostall._save.prepared import KnownSave
 from nostall.errors import SaveError
 

@@ -1,4 +1,10 @@
-"""Plan with all ranks, or alone; the impure half of ``_plan.cache``.
+"""Agree on plans: with all ranks, from a loaded checkpoint, or from the last plan.
+
+The rule that keeps ranks together: whether ranks communicate while planning depends only on state
+that *all* of them agreed on before. Once a cached plan is validated, ranks plan without
+communication, so a rank whose structure has changed cannot reach the others. It plans its own share
+alone (:class:`Changed`) and sends its new plan with its results; the coordinator then makes new
+metadata. The outcome of that save informs all ranks, and they plan the next one together.
 
 :class:`PlanMemory` keeps the structure of one sequence of saves: plans and, on the coordinator, the
 metadata without the parts of a single checkpoint. Metadata passed in or out is never changed.
@@ -9,14 +15,14 @@ from __future__ import annotations
 import inspect
 import secrets
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from nostall import _torch
 from nostall._commit.local_plans import (
@@ -32,12 +38,90 @@ from nostall._commit.local_plans import (
 from nostall._commit.metadata import local_plans_in
 from nostall._model.collection import no_collection
 from nostall._model.values import MOST_SERIES, SaveId
-from nostall._plan.cache import CachedPlans
-from nostall._plan.global_plan import Share, plan_columns, require_one_shape
-from nostall._plan.planner import is_stocks_own, planner_failures
+from nostall._plan.planner import (
+    Share,
+    is_stocks_own,
+    plan_columns,
+    planner_failures,
+    require_one_shape,
+)
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import Coordination
 from nostall.errors import SaveError
+
+# --- how to plan: a decision without communication ------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedPlans:
+    """A rank's part of the last plan that all ranks made together."""
+
+    group: Hashable
+    """Identifies the process group and this rank in it; plans of another group are not used."""
+    planner: Hashable
+    """Identifies the planner's configuration."""
+    local: SavePlan
+    """This rank's local plan."""
+    final: SavePlan
+    """This rank's part of the global plan."""
+    validated: bool
+    """Whether all ranks found their plans equal in two consecutive saves, or to a loaded one's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """All ranks plan together, and compare with their cached plans."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """This rank's plan is unchanged; no communication."""
+
+    final: SavePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """This rank's plan has changed since all ranks agreed to reuse; no communication yet."""
+
+    final: SavePlan
+    local: SavePlan
+    """The new plan, for the coordinator."""
+
+
+Route: TypeAlias = Together | Reuse | Changed
+
+
+def plans_alone(cached: CachedPlans | None, *, group: Hashable) -> bool:
+    """Whether a group plans its next save without communication; equal on all its ranks."""
+    return cached is not None and cached.validated and cached.group == group
+
+
+def choose_route(
+    cached: CachedPlans | None, *, group: Hashable, planner: Hashable, local: SavePlan
+) -> Route:
+    """How this rank plans; :class:`Together` on every rank of a group or on none."""
+    if cached is None or not plans_alone(cached, group=group):
+        return Together()
+    if cached.planner != planner:  # it may leave to other ranks what this one wrote
+        return Changed(replace(local, storage_data=cached.final.storage_data), local)
+    if same_plan(cached.local, local):
+        return Reuse(cached.final)
+    # Its share without unchanged items that are assigned to another rank.
+    own = {item.index for item in cached.final.items}
+    before: dict[Any, WriteItem] = {item.index: item for item in cached.local.items}
+    items = [item for item in local.items if item.index in own or before.get(item.index) != item]
+    return Changed(replace(local, items=items, storage_data=cached.final.storage_data), local)
+
+
+def same_plan(one: Any, other: Any) -> bool:
+    """Whether two plans have the same items in the same order; storage data may differ."""
+    return bool(
+        one is other or (one.items == other.items and one.planner_data == other.planner_data)
+    )
+
+
+# --- planning -------------------------------------------------------------------------------------
 
 
 class PlanningWriter(Protocol):
@@ -196,7 +280,12 @@ def plan_together(
         kept = made if coordination.is_coordinator else None
         metadata = _keep(memory, identity, local, final, kept, validated=True)
         return final, metadata, memory.last_save
-    gathered = coordination.gather(_to_send(local, planner))
+    sent: CompactPlan | _torch.WrappedException
+    if isinstance(local, SavePlan):
+        sent = compact(local) if is_stocks_own(planner) else local
+    else:
+        sent = sendable(local)
+    gathered = coordination.gather(sent)
     answers, made_here = None, None
     if gathered is not None:
         answers, made_here = _decide_centrally(gathered, writer, planner, coordination, memory)
@@ -211,25 +300,8 @@ def plan_together(
     return final, metadata, mine.save
 
 
-def _to_send(
-    local: SavePlan | _torch.WrappedException, planner: SavePlanner
-) -> CompactPlan | _torch.WrappedException:
-    if not isinstance(local, SavePlan):
-        return sendable(local)
-    return compact(local) if is_stocks_own(planner) else local
-
-
 def _applied(final: Share | SavePlan, local: SavePlan) -> SavePlan:
     return final.applied_to(local) if isinstance(final, Share) else final
-
-
-def _kept(final: SavePlan) -> SavePlan:
-    """A final plan without the coordinator's note about this save's directory."""
-    if type(final.storage_data) is _torch.StoragePrefix or not hasattr(
-        final.storage_data, "prefix"
-    ):
-        return final
-    return replace(final, storage_data=_torch.StoragePrefix(final.storage_data.prefix))
 
 
 @no_collection()
@@ -248,7 +320,9 @@ def _decide_centrally(
     validated = False
     if not failures:
         try:
-            validated = memory is not None and _same_plans(memory.all_plans, plans)
+            before = None if memory is None else memory.all_plans
+            validated = before is not None and len(before) == len(plans)
+            validated = validated and all(map(is_same, before or (), plans))
             made = global_plan_of(plans, writer, planner)
         except Exception as error:  # sent to every rank
             failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
@@ -264,10 +338,6 @@ def _decide_centrally(
 def new_series() -> int:
     """A random number for the identities of saves."""
     return secrets.randbelow(MOST_SERIES) + 1
-
-
-def _same_plans(before: list[CompactPlan] | None, plans: list[CompactPlan]) -> bool:
-    return before is not None and len(before) == len(plans) and all(map(is_same, before, plans))
 
 
 @no_collection()
@@ -324,10 +394,12 @@ def _keep(
     validated: bool,
 ) -> Metadata | None:
     """Keep a plan; on the coordinator, which has ``made``, return metadata for this save."""
+    note = final.storage_data
+    if type(note) is not _torch.StoragePrefix and hasattr(note, "prefix"):
+        # Without the coordinator's note about this save's directory.
+        final = replace(final, storage_data=_torch.StoragePrefix(note.prefix))
     group, planner = identity
-    plans = CachedPlans(
-        group=group, planner=planner, local=local, final=_kept(final), validated=validated
-    )
+    plans = CachedPlans(group=group, planner=planner, local=local, final=final, validated=validated)
     if made is not None:
         with_local_plans(made.metadata, made.local)
     memory.keep(plans, made)
