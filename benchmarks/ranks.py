@@ -31,7 +31,7 @@ from nostall._commit.local_plans import compact, sharing
 from nostall._commit.publication import KnownResults
 from nostall._commit.results import Results, ResultsReference, in_columns
 from nostall._engine import default_engine
-from nostall._model.collection import no_collection
+from nostall._model.threads import no_collection
 from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import global_plan_of, reusable_metadata, with_local_plans
 from nostall._save.by_name.plans import GroupPlans, PlanAnswer, PlanQuestion, SentPlan

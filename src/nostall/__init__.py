@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from nostall._engine import status as status
     from nostall._engine import wait_staged_before_step as wait_staged_before_step
     from nostall._memory.fence import wait_staged as wait_staged
+    from nostall._model.progress import LoadStatus as LoadStatus
     from nostall._model.progress import SaveStatus as SaveStatus
-    from nostall._model.reads import LoadStatus as LoadStatus
     from nostall._save.by_name.planner import SavePlanner as SavePlanner
     from nostall._save.warmup import warmup as warmup
     from nostall.cached_metadata_filesystem_reader import (
@@ -73,7 +73,7 @@ _HOME = {
     "KeepEvery": "manager",
     "KeepLatest": "manager",
     "LoadStats": "stats",
-    "LoadStatus": "_model.reads",
+    "LoadStatus": "_model.progress",
     "PerRank": "manager",
     "SavePlanner": "_save.by_name.planner",
     "SaveStats": "stats",

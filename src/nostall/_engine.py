@@ -26,11 +26,9 @@ from nostall._memory.devices import Pinning
 from nostall._memory.fence import any_under_way, wait_staged
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
-from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import RankReport, WriteJob
-from nostall._model.progress import SaveStatus, UnderWay
-from nostall._model.reads import LoadStatus, load_statuses
-from nostall._model.torch_threads import spawn_in_torch
+from nostall._model.progress import LoadStatus, SaveStatus, UnderWay, load_statuses
+from nostall._model.threads import is_done, spawn_in_torch, uninterrupted
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done

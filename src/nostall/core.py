@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
 from nostall._engine import default_engine
-from nostall._model.interrupts import is_done, uninterrupted
-from nostall._model.keywords import also_named
+from nostall._model.threads import is_done, uninterrupted
+from nostall._model.wording import also_named
 from nostall._queue.callers import (
     ActiveCall,
     AsyncCaller,

@@ -28,7 +28,7 @@ from torch.futures import Future as TorchFuture
 
 from nostall import _torch
 from nostall._engine import default_engine
-from nostall._model.interrupts import uninterrupted
+from nostall._model.threads import uninterrupted
 from nostall._plan.items import require_representable
 from nostall._queue.ending import report_loss
 from nostall._queue.sigterm import preemption

@@ -21,10 +21,9 @@ from torch.futures import Future
 
 from nostall import _torch
 from nostall._describe.description import Description, describe
-from nostall._model.collection import no_collection
-from nostall._model.interrupts import interruptible, uninterrupted
 from nostall._model.names import AS_SAFETENSORS
-from nostall._model.reads import ReadCounter, listed
+from nostall._model.progress import ReadCounter, listed
+from nostall._model.threads import interruptible, no_collection, uninterrupted
 from nostall._model.wording import counted
 from nostall._ranks.exchange import GroupPeers, require_cpu_members
 from nostall._read.plan import Form, Wanted, chunk_of, nbytes_by_archive, rows_of

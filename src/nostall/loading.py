@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall._commit.committed import found_instead
-from nostall._model.collection import no_collection
+from nostall._model.threads import no_collection
 from nostall._read.planner import Planner, empty_in, outer_names
 from nostall._storage.destination import place_of, require_possible
 from nostall._storage.places import identity, is_address

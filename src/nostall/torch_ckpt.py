@@ -14,7 +14,6 @@ import torch
 
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
-from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import (
     FileImage,
     RankFailed,
@@ -23,7 +22,7 @@ from nostall._model.jobs import (
     WriteJob,
 )
 from nostall._model.progress import State
-from nostall._model.threads import spawn_or_run
+from nostall._model.threads import is_done, spawn_or_run, uninterrupted
 from nostall._save.split_save import BackgroundSave
 from nostall._storage.destination import absolute, without_links
 from nostall._storage.posix import (

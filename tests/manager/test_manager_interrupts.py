@@ -19,7 +19,7 @@ import torch
 
 import nostall
 from nostall import CheckpointManager, KeepLatest
-from nostall._model.interrupts import (
+from nostall._model.threads import (
     interruptible,
     is_done,
     is_uninterrupted,

@@ -31,7 +31,7 @@ import nostall
 from nostall._engine import default_engine
 from nostall._memory.copying import copied_at_once
 from nostall._memory.fence import SnapshotFence
-from nostall._model.interrupts import is_done
+from nostall._model.threads import is_done
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync

@@ -28,7 +28,7 @@ from torch.utils.serialization import config
 import nostall
 from nostall._memory.arena import address_of
 from nostall._memory.staged_state import StagedStateDict
-from nostall._model.sealing import combine_hash
+from nostall._model.checksum import combine_hash
 from nostall._plan.container import build_container
 from nostall._plan.items import container_skeleton
 from nostall.core import AsyncCallsQueue

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import nostall
 from nostall import _torch
 from nostall._engine import Engine
-from nostall._model.interrupts import is_done
+from nostall._model.threads import is_done
 from nostall._queue.ending import await_answers, unanswered
 from nostall._queue.finalizing import fail_late
 from nostall._ranks.records import StoredRecords

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import nostall
 from nostall._engine import Engine
-from nostall._model.interrupts import is_done
+from nostall._model.threads import is_done
 from nostall._storage import posix
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import (

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 import nostall
-from nostall._model.reads import ReadCounter
+from nostall._model.progress import ReadCounter
 from nostall._read.archives import Unusual, require_simple
 from nostall._read.plan import Wanted
 from nostall._read.reading import read_items

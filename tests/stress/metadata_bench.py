@@ -40,7 +40,7 @@ from nostall._commit.manifest import with_manifest
 from nostall._commit.publication import Publication, complete_metadata, publication_of
 from nostall._commit.results import in_columns
 from nostall._model import checksum
-from nostall._model.collection import no_collection
+from nostall._model.threads import no_collection
 from nostall._model.values import WrittenFile
 
 ROW = 1024

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 
+from nostall._model.checksum import ID_DIGITS, combine_hash
 from nostall._model.jobs import Seal
-from nostall._model.sealing import ID_DIGITS, combine_hash
 
 
 def seal_patches(seal: Seal, crc32: int) -> tuple[tuple[int, bytes], ...]:

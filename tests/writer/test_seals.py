@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nostall._model.crc import combine
+from nostall._model.checksum import Sealer, combine
 from nostall._model.jobs import (
     Seal,
     SealTable,
 )
-from nostall._model.sealing import Sealer
 from nostall._writer import seals
 from nostall._writer.images import Window
 from nostall._writer.seals import Payloads, plan_chunks

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint import metadata, planner
 
 from nostall import _torch
-from nostall._model.collection import no_collection
+from nostall._model.threads import no_collection
 from nostall.errors import UnknownMetadataError
 
 HINT = (

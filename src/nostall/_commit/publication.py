@@ -48,8 +48,8 @@ from nostall._commit.results import (
     token_of,
 )
 from nostall._model import checksum
-from nostall._model.collection import no_collection
 from nostall._model.names import FileFormat
+from nostall._model.threads import no_collection
 from nostall.errors import SaveError
 
 _log = logging.getLogger("nostall")

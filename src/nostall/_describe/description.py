@@ -16,7 +16,7 @@ from nostall._commit.metadata_pickle import HINT
 from nostall._describe.indexed import indexed_metadata
 from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
-from nostall._model.collection import no_collection
+from nostall._model.threads import no_collection
 from nostall._storage.port import Source
 from nostall._storage.reading import as_stream, part_as_stream, read_metadata
 from nostall.errors import DamagedCheckpointError, UntrustedMetadataError

@@ -27,8 +27,7 @@ from nostall._manager.policies import (
 )
 from nostall._manager.saves import SaveHandle
 from nostall._manager.steps import StepDirectories
-from nostall._model.interrupts import is_done, uninterrupted
-from nostall._model.threads import spawn
+from nostall._model.threads import is_done, spawn, uninterrupted
 from nostall.errors import DamagedCheckpointError, SaveTimeoutError, UntrustedMetadataError
 
 _log = logging.getLogger("nostall")

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 from nostall._memory.available import available_nbytes
 from nostall._model.anonymous import memory_descriptor
-from nostall._model.interrupts import is_done, uninterrupted
+from nostall._model.threads import is_done, uninterrupted
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
 _MAP_UNIT_NBYTES = 2 << 20

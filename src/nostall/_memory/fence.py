@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nostall._memory.copying import Copies
-from nostall._model.interrupts import is_done, uninterrupted
+from nostall._model.threads import is_done, uninterrupted
 from nostall.errors import SaveTimeoutError
 
 _LOOK_AGAIN_S = 0.001

@@ -33,7 +33,7 @@ from nostall import _torch
 from nostall._memory import devices
 from nostall._memory.copying import Copies, Source, detach_all
 from nostall._memory.fence import SnapshotFence
-from nostall._model.torch_threads import spawn_in_torch
+from nostall._model.threads import spawn_in_torch
 from nostall._model.wording import counted
 from nostall.errors import StagingError
 

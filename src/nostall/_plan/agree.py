@@ -36,7 +36,7 @@ from nostall._commit.local_plans import (
     sharing,
 )
 from nostall._commit.metadata import local_plans_in
-from nostall._model.collection import no_collection
+from nostall._model.threads import no_collection
 from nostall._model.values import MOST_SERIES, SaveId
 from nostall._plan.planner import (
     Share,

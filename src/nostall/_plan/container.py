@@ -24,8 +24,8 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from nostall._model.checksum import ID_DIGITS, combine_hash
 from nostall._model.jobs import Seal
-from nostall._model.sealing import ID_DIGITS, combine_hash
 from nostall._model.values import Container
 from nostall.errors import NostallError
 

@@ -17,8 +17,8 @@ from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from nostall._engine import default_engine
-from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import Failure, RankFailed
+from nostall._model.threads import is_done, uninterrupted
 from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
 from nostall._queue.requests import AsyncRequest
 from nostall._ranks.failures import error_of, failure_of

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall._engine import default_engine
-from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure
+from nostall._model.threads import is_done
 from nostall._queue.callers import Call
 from nostall._queue.ending import scheduled, unanswered
 from nostall._queue.sigterm import preemption

@@ -23,8 +23,8 @@ from types import FunctionType
 from typing import Any
 
 from nostall._model.anonymous import memory_descriptor
-from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure
+from nostall._model.threads import is_done
 from nostall._writer.child import ENCODING, ChildProcess, import_paths
 from nostall._writer.messages import Answer, Call, send
 from nostall._writer.parent import ignore_signals, messages_from_parent, say_ready

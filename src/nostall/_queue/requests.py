@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from nostall._model.interrupts import interruptible
+from nostall._model.threads import interruptible
 from nostall._ranks.failures import failure_of, raise_everywhere
 from nostall._ranks.group import are_same_ranks, coordination_for
 from nostall._save.split_save import BackgroundSave

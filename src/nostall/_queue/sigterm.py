@@ -26,8 +26,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from nostall._model.interrupts import is_uninterrupted, uninterrupted
-from nostall._model.threads import spawn
+from nostall._model.threads import is_uninterrupted, spawn, uninterrupted
 from nostall.errors import OptionError
 from nostall.options import is_possible_wait
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nostall import _torch
-from nostall._model.collection import no_collection
+from nostall._model.threads import no_collection
 from nostall._model.values import SaveId
 from nostall._ranks.records import GroupStore, LocalRecords, Records, StoredRecords
 from nostall._ranks.reduction import Known, PendingMaximum, Reduction

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from nostall._model.interrupts import interruptible, uninterrupted
+from nostall._model.threads import interruptible, uninterrupted
 
 _TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
 _SHORTEST_S = 0.001

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
-from nostall._model.interrupts import is_done
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._model.threads import is_done
 from nostall._ranks.failures import failure_of
 
 CANCEL_TIMEOUT_S = 4.0

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO
 import torch
 
 from nostall import _torch
-from nostall._model.interrupts import uninterrupted
-from nostall._model.reads import ReadCounter
+from nostall._model.progress import ReadCounter
+from nostall._model.threads import uninterrupted
 from nostall._model.wording import some
 from nostall._read.objects import loaded_safely, reason_of, unloadable
 from nostall._read.plan import Form, Wanted

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from typing_extensions import Self
 
-from nostall._model.interrupts import interruptible, uninterrupted
-from nostall._model.reads import ReadCounter
+from nostall._model.progress import ReadCounter
+from nostall._model.threads import interruptible, uninterrupted
 from nostall._read.archives import OpenFile
 from nostall._read.plan import Wanted
 from nostall._storage.port import ReadableFiles

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
 from nostall._memory.copying import copy_bytes
 from nostall._memory.uploads import Uploads
 from nostall._model import checksum
-from nostall._model.crc import combine
-from nostall._model.reads import ReadCounter
+from nostall._model.checksum import combine
+from nostall._model.progress import ReadCounter
 from nostall._read.archives import DESCRIPTOR, HEAD_NBYTES, Archives, OpenFile, is_whole, sliced
 from nostall._read.inflight import InFlight, Read, Workers
 from nostall._read.plan import REGION_NBYTES, SMALL_NBYTES, Form, Wanted, regions, rotated

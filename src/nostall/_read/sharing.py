@@ -26,7 +26,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from nostall._memory.copying import memory_of
-from nostall._model.reads import ReadCounter
+from nostall._model.progress import ReadCounter
 from nostall._read.archives import OpenFile
 from nostall._read.inflight import Workers
 from nostall._read.plan import Span, Wanted

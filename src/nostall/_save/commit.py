@@ -32,7 +32,7 @@ from nostall._commit.publication import KnownResults, Publication, complete_meta
 from nostall._commit.results import RankOutcome, RankResults, ResultsReference, StorageData
 from nostall._engine import default_engine
 from nostall._model import checksum
-from nostall._model.collection import no_collection
+from nostall._model.threads import no_collection
 from nostall._model.values import Abort, RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import new_series, replanned_metadata
 from nostall._ranks.failures import sendable

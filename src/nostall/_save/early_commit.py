@@ -20,8 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from nostall import _torch
-from nostall._model.interrupts import is_done
-from nostall._model.torch_threads import spawn_in_torch
+from nostall._model.threads import is_done, spawn_in_torch
 from nostall._model.values import MOST_SERIES, SaveId
 from nostall._ranks.agreement import PATIENCE_S
 from nostall._ranks.records import Records

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall import _torch
 from nostall._commit.commit import require_one_result_each
 from nostall._engine import Engine
-from nostall._model.collection import no_collection
 from nostall._model.names import FileFormat
 from nostall._model.progress import Progress
+from nostall._model.threads import no_collection
 from nostall._model.values import ItemShape, Layout, PlannedSave, Share
 from nostall._plan.items import Resolver, plan_rank
 from nostall._plan.layout import FileNaming, Packing, renamed

@@ -22,7 +22,6 @@ from nostall._memory.copying import Copies
 from nostall._memory.fence import SnapshotFence
 from nostall._memory.overlap import Marks, stage_behind
 from nostall._memory.snapshot import Snapshot, begin_snapshot
-from nostall._model.interrupts import is_done
 from nostall._model.jobs import (
     NO_BLOCK,
     FileImage,
@@ -32,7 +31,7 @@ from nostall._model.jobs import (
     page_aligned,
 )
 from nostall._model.progress import State
-from nostall._model.threads import spawn_or_run
+from nostall._model.threads import is_done, spawn_or_run
 from nostall._model.values import Layout
 from nostall._plan.items import container_settings
 from nostall._plan.layout import waves

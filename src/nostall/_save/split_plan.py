@@ -23,8 +23,8 @@ from typing_extensions import assert_never
 from nostall import _torch
 from nostall._commit.local_plans import CompactPlan
 from nostall._commit.publication import KnownResults
-from nostall._model.keywords import also_named
 from nostall._model.values import SaveId
+from nostall._model.wording import also_named
 from nostall._plan.agree import (
     CachedPlans,
     Changed,

@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from nostall._engine import Engine, default_engine
-from nostall._model.interrupts import uninterrupted
+from nostall._model.threads import uninterrupted
 from nostall._plan.layout import FileNaming, Packing
 from nostall._save.stager import shapes_planned_alone
 from nostall.errors import NostallError, OptionError, SaveTimeoutError

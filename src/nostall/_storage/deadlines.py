@@ -12,8 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from nostall._model.interrupts import is_done
-from nostall._model.threads import spawn_or_run
+from nostall._model.threads import is_done, spawn_or_run
 from nostall._storage.unused_files import remove_unnamed
 from nostall.errors import SaveTimeoutError
 

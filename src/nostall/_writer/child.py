@@ -25,9 +25,8 @@ from typing import Generic, TypeAlias, TypeVar
 import psutil
 
 from nostall._model import checksum
-from nostall._model.interrupts import is_done, uninterrupted
 from nostall._model.jobs import Failure
-from nostall._model.threads import spawn
+from nostall._model.threads import is_done, spawn, uninterrupted
 from nostall._writer.messages import Answer, Message, Ready, Receiver, send
 from nostall._writer.parent import STARTED
 from nostall.errors import ProtocolError, WriterDiedError

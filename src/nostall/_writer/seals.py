@@ -14,9 +14,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from nostall._model import checksum
-from nostall._model.crc import combine
+from nostall._model.checksum import Sealer, combine
 from nostall._model.jobs import SealTable
-from nostall._model.sealing import Sealer
 from nostall._writer.images import Window
 
 _WORTH_JOINING_NBYTES = 64 << 10

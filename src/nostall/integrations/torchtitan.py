@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from nostall._model.interrupts import is_done
+from nostall._model.threads import is_done
 from nostall._storage.posix_files import PosixFiles
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations._saves import missing

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall._engine import Engine
-from nostall._model.collection import no_collection
+from nostall._model.threads import no_collection
 from nostall._plan.items import require_representable
 from nostall._plan.planner import plan_columns, require_one_shape
 from nostall._save.by_name.plans import (
