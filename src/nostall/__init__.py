@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from nostall._engine import configure as configure
     from nostall._engine import status as status
     from nostall._engine import wait_staged_before_step as wait_staged_before_step
-    from nostall._memory.fence import wait_staged as wait_staged
+    from nostall._memory.overlap import wait_staged as wait_staged
     from nostall._model.progress import LoadStatus as LoadStatus
     from nostall._model.progress import SaveStatus as SaveStatus
     from nostall._save.by_name.planner import SavePlanner as SavePlanner
@@ -90,7 +90,7 @@ _HOME = {
     "save_state_dict_async_plan": "state_dict_saver",
     "status": "_engine",
     "verify": "integrity",
-    "wait_staged": "_memory.fence",
+    "wait_staged": "_memory.overlap",
     "wait_staged_before_step": "_engine",
     "warmup": "_save.warmup",
 }

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from nostall._memory.arena import Arena, Block, Lease
 from nostall._memory.copying import CopyMethod
 from nostall._memory.devices import Pinning
-from nostall._memory.fence import any_under_way, wait_staged
+from nostall._memory.overlap import any_under_way, wait_staged
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
 from nostall._model.jobs import RankReport, WriteJob
@@ -31,7 +31,7 @@ from nostall._model.progress import LoadStatus, SaveStatus, UnderWay, load_statu
 from nostall._model.threads import is_done, spawn_in_torch, uninterrupted
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
-from nostall._ranks.reports import CANCEL_TIMEOUT_S, joined, when_done
+from nostall._ranks.failures import CANCEL_TIMEOUT_S, joined, when_done
 from nostall._writer.handle import WriterProcess
 from nostall.errors import OptionError, SaveAbortedError
 from nostall.options import EngineOptions

@@ -24,6 +24,7 @@ from nostall._model.wording import also_named
 from nostall._queue.callers import (
     ActiveCall,
     AsyncCaller,
+    AsyncRequest,
     Call,
     PersistentAsyncCaller,
     TemporalAsyncCaller,
@@ -31,24 +32,21 @@ from nostall._queue.callers import (
     require_possible,
 )
 from nostall._queue.ending import (
+    Asking,
     abort_all,
     abort_nvrx_checkpoint,
+    aborted_by_another_thread,
     add_note,
     drain_on_sigterm,
+    fail_late,
+    finalize,
     finish_after,
+    late,
     live_queues,
+    look_at,
     scheduled,
     unfinished_queues,
 )
-from nostall._queue.finalizing import (
-    Asking,
-    aborted_by_another_thread,
-    fail_late,
-    finalize,
-    late,
-    look_at,
-)
-from nostall._queue.requests import AsyncRequest
 from nostall._queue.sigterm import preemption
 from nostall._ranks.agreement import View
 from nostall._ranks.group import Coordination, coordination_for
@@ -187,7 +185,7 @@ class AsyncCallsQueue:
             index = self._next_index
             self._is_in_use = True
             with scheduled.one_more(coordination_for(self._process_group)):
-                call = self._caller.begin(request.freeze()._replace(call_idx=index))
+                call = self._caller.begin(request._replace(is_frozen=True, call_idx=index))
                 if call not in self._calls:
                     raise aborted_by_another_thread(call)
                 call.early = early
@@ -250,8 +248,10 @@ class AsyncCallsQueue:
                     left_s = min(timeout_s, max(0.0, until_s - time.monotonic()))
                     if not is_done(call.outcome, left_s) and not keeps_late:
                         fail_late(call, timeout_s)
-                elif self._is_overdue(call, timeout_s) and not is_done(call.outcome):
-                    fail_late(call, timeout_s)
+                else:  # a loop that only polls never waits for a request
+                    waited_s = time.monotonic() - max(call.begun_s, self._moved_s)
+                    if waited_s > timeout_s and not is_done(call.outcome):
+                        fail_late(call, timeout_s)
                 # Before a collective: an aborted rank joins none.
                 if call not in self._calls:
                     raise aborted_by_another_thread(call)
@@ -272,7 +272,6 @@ class AsyncCallsQueue:
                 if not agreed.is_done:
                     break
                 with uninterrupted(patience=2):
-                    self._take(call)
                     if self._finalize_one(call, agreed, coordination, no_dist=no_dist):
                         finalized.append(call.request.call_idx)
         return finalized
@@ -280,7 +279,20 @@ class AsyncCallsQueue:
     def _finalize_one(
         self, call: Call, agreed: View, coordination: Coordination, *, no_dist: bool
     ) -> bool:
-        """Finalise a request; false if it failed and ``on_error`` is ``"warn"``."""
+        """Take the first request from the queue and finalise it.
+
+        Returns:
+            False if it failed and ``on_error`` is ``"warn"``.
+
+        Raises:
+            SaveAbortedError: Another thread has aborted it.
+        """
+        is_ours = self._caller.take_over(call)
+        self._moved_s = time.monotonic()
+        if not self._calls:
+            unfinished_queues.pop(self, None)
+        if not is_ours:
+            raise aborted_by_another_thread(call)
         try:
             finalize(call, coordination, agreed, no_dist=no_dist)
         except (RankLostError, SaveTimeoutError):  # the ranks cannot continue together
@@ -292,19 +304,6 @@ class AsyncCallsQueue:
             _log.warning("request %d has failed: %s", call.request.call_idx, error)
             return False
         return True
-
-    def _take(self, call: Call) -> None:
-        """Remove the first request from the queue, to finalise it.
-
-        Raises:
-            SaveAbortedError: Another thread has aborted it.
-        """
-        is_ours = self._caller.take_over(call)
-        self._moved_s = time.monotonic()
-        if not self._calls:
-            unfinished_queues.pop(self, None)
-        if not is_ours:
-            raise aborted_by_another_thread(call)
 
     def poll(self) -> list[int]:
         """Finalise requests that are done on all ranks, without waiting. Collective."""
@@ -390,7 +389,7 @@ class AsyncCallsQueue:
 
     def _abandon_after_fork(self) -> None:
         """In a forked child: forget the scheduled requests, which belong to the parent."""
-        self._asking.forget_after_fork()
+        self._asking = Asking()  # the parent has asked
         unfinished_queues.pop(self, None)
         self._caller.abandon_after_fork()
 
@@ -409,10 +408,3 @@ class AsyncCallsQueue:
                 self._close(abort=True)
         except Exception as second:  # noted only: the error of the block is raised
             add_note(error, f"closing the queue also failed: {second}")
-
-    def _is_overdue(self, first: Call, timeout_s: float) -> bool:
-        """Whether the first request has been first for longer than ``timeout_s`` seconds.
-
-        A loop that only polls never waits for it.
-        """
-        return time.monotonic() - max(first.begun_s, self._moved_s) > timeout_s

@@ -38,7 +38,7 @@ from nostall._manager.retention import Retention
 from nostall._manager.saves import FailingPlanner, SaveHandle
 from nostall._manager.steps import RootLock, StepDirectories, step_of
 from nostall._model.threads import uninterrupted
-from nostall._queue.finalizing import together
+from nostall._queue.ending import together
 from nostall._ranks.failures import sendable
 from nostall._ranks.group import Coordination, coordination_for, require_members, require_numpy
 from nostall._storage.destination import place_of, require_directory, require_possible

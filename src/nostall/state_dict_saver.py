@@ -23,7 +23,7 @@ from nostall._commit.results import RankOutcome, Results, ResultsReference, in_c
 from nostall._engine import default_engine
 from nostall._model.values import RankFiles
 from nostall._plan.planner import vouch_for
-from nostall._queue.requests import commits
+from nostall._queue.callers import commits
 from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import coordination_of, require_members

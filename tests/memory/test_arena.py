@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nostall._memory.arena import Arena, Block, Lease, address_of
-from nostall._memory.available import available_nbytes
+from nostall._memory.arena import Arena, Block, Lease, address_of, available_nbytes
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 from support import loaded
 

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import nostall
 from nostall._engine import default_engine
 from nostall._memory.copying import copied_at_once
-from nostall._memory.fence import SnapshotFence
+from nostall._memory.overlap import SnapshotFence
 from nostall._model.threads import is_done
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, SaveTimeoutError

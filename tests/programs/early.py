@@ -30,9 +30,8 @@ import nostall
 from nostall import _torch
 from nostall._engine import Engine
 from nostall._model.threads import is_done
-from nostall._queue.ending import await_answers, unanswered
-from nostall._queue.finalizing import fail_late
-from nostall._ranks.records import StoredRecords
+from nostall._queue.ending import await_answers, fail_late, scheduled
+from nostall._ranks.group import Records
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.split_save import SplitSave
 from nostall.core import AsyncCallsQueue, AsyncRequest
@@ -511,7 +510,7 @@ def one_rank_is_dead(out: Path) -> dict[str, Any]:
 def without_a_store(out: Path) -> dict[str, Any]:
     """Rank 1 cannot reach it."""
     job = Job(out)
-    gone = patch.object(StoredRecords, "put", side_effect=RuntimeError("Broken pipe"))
+    gone = patch.object(Records, "put", side_effect=RuntimeError("Broken pipe"))
     with gone if dist.get_rank() == 1 else nullcontext():
         job.save()
         job.poll()
@@ -701,13 +700,13 @@ def counted_differently_in_flight(out: Path) -> dict[str, Any]:
 
 def _let_it_look(saves: Sequence[SplitSave | None]) -> None:
     """Return when the coordinator has looked twice for the other rank's records of each save."""
-    looks, are_complete = Counter[int](), StoredRecords.are_complete
+    looks, are_complete = Counter[int](), Records.are_complete
 
-    def counting(records: StoredRecords) -> bool:
+    def counting(records: Records) -> bool:
         looks[id(records)] += 1
         return are_complete(records)
 
-    with patch.object(StoredRecords, "are_complete", counting):
+    with patch.object(Records, "are_complete", counting):
         for save in saves:
             if save is not None and save.early is not None and dist.get_rank() == 0:
                 wait_until(partial(_has_looked, save.early, looks))
@@ -1008,7 +1007,7 @@ def forked(out: Path) -> int:
         if child == 0:
             job.queue.close()
             await_answers(timeout_s=60.0)
-            os._exit(0 if not unanswered else 1)
+            os._exit(0 if not scheduled.unanswered else 1)
         _, status = os.waitpid(child, 0)
         hold.release()
     job.queue.wait()
@@ -1049,7 +1048,7 @@ def ended(out: Path) -> bool:
     job = Job(out)
     is_in_store, ends = threading.Event(), threading.Event()
 
-    def put(records: StoredRecords, record: bytes) -> None:
+    def put(records: Records, record: bytes) -> None:
         del records, record
         is_in_store.set()
         ends.wait()
@@ -1057,7 +1056,7 @@ def ended(out: Path) -> bool:
             with suppress(dist.DistStoreError):
                 dist.HashStore().wait(["what nobody sets"], timedelta(seconds=0.01))
 
-    with patch.object(StoredRecords, "put", put):
+    with patch.object(Records, "put", put):
         job.save()
         assert is_in_store.wait(60)
         job.queue.wait()

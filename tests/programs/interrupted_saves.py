@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import nostall
 from nostall import AsyncCallsQueue, FileSystemWriterAsync
 from nostall._engine import default_engine
-from nostall._memory.fence import any_under_way
+from nostall._memory.overlap import any_under_way
 from nostall.options import EngineOptions
 from support.ending import end
 from support.interrupts import calls, interrupted, takes_a_lock

@@ -18,8 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._memory.arena import Block
-from nostall._memory.available import available_nbytes
+from nostall._memory.arena import Block, available_nbytes
 from nostall.errors import ReservationError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions

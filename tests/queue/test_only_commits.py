@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nostall
-from nostall._queue.requests import AsyncRequest
+from nostall._queue.callers import AsyncRequest
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 
 Made = Callable[[Any], Callable[[], Any]]

@@ -10,24 +10,24 @@ import torch.distributed as dist
 
 from nostall import _torch
 from nostall._model.values import SaveId
-from nostall._ranks.records import StoredRecords
+from nostall._ranks.group import Records
 
 SERIES = 7
 
 
 @pytest.fixture(name="records")
-def _records() -> Iterator[Callable[..., StoredRecords]]:
+def _records() -> Iterator[Callable[..., Records]]:
     """Those of a rank, of three, about a save."""
     store = dist.HashStore()
 
-    def of(number: int, rank: int = 0) -> StoredRecords:
-        return StoredRecords(SaveId(SERIES, number), rank, 3)
+    def of(number: int, rank: int = 0) -> Records:
+        return Records(SaveId(SERIES, number), rank, 3)
 
     with patch.object(_torch, "default_store", lambda: store):
         yield of
 
 
-def test_the_first_claim_decides(records: Callable[..., StoredRecords]) -> None:
+def test_the_first_claim_decides(records: Callable[..., Records]) -> None:
     """On all ranks, however often it is asked."""
     assert records(5, 0).claim("commit")
     assert not records(5, 1).claim("give up")
@@ -37,7 +37,7 @@ def test_the_first_claim_decides(records: Callable[..., StoredRecords]) -> None:
 
 
 def test_a_claim_that_comes_many_saves_later_is_refused(
-    records: Callable[..., StoredRecords],
+    records: Callable[..., Records],
 ) -> None:
     """The key of a decision serves a later save by then."""
     for number in range(40):
@@ -48,7 +48,7 @@ def test_a_claim_that_comes_many_saves_later_is_refused(
 
 
 def test_records_are_complete_when_all_ranks_have_left_theirs(
-    records: Callable[..., StoredRecords],
+    records: Callable[..., Records],
 ) -> None:
     """In any order; those of other saves do not count."""
     mine = records(1)
@@ -67,4 +67,4 @@ def test_without_a_process_group_it_says_so() -> None:
         patch.object(_torch, "default_store", lambda: None),
         pytest.raises(RuntimeError, match="no process group"),
     ):
-        StoredRecords(SaveId(SERIES, 1), 0, 3).put(b"")
+        Records(SaveId(SERIES, 1), 0, 3).put(b"")

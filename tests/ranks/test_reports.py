@@ -11,7 +11,7 @@ from nostall._model.jobs import (
     RankReport,
     RankWritten,
 )
-from nostall._ranks.reports import when_done
+from nostall._ranks.failures import when_done
 
 
 @pytest.mark.parametrize("comes", ["before", "later"])

@@ -17,6 +17,7 @@ import gc
 import itertools
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
@@ -26,8 +27,6 @@ from contextlib import contextmanager, suppress
 from glob import glob
 from typing import Any, ClassVar
 
-from nostall._memory.available import available_nbytes
-from nostall._model.anonymous import memory_descriptor
 from nostall._model.threads import is_done, uninterrupted
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 
@@ -46,6 +45,7 @@ _PROCESSES = 64
 _MOST_AT_ONCE_NBYTES = 256 << 20
 _MADV_POPULATE_WRITE = 23
 """From ``linux/mman.h``; the ``mmap`` module does not define it."""
+_MFD_CLOEXEC = 1
 
 
 class Block:
@@ -230,13 +230,17 @@ class Arena:
                 with self._lock:
                     block = self._take_free(nbytes)
                     if block is not None:
-                        return self._leased_out(block)
-                    if beyond_limit or self._has_room:
+                        self._leased.append(block)
+                        return self._lease_on(block)
+                    out = len(self._leased) + len(self._makers)
+                    if beyond_limit or out < self._max_blocks:
                         # No free block is large enough; the new, larger block replaces them all.
                         too_small, self._free = self._free, []
                         self._makers.add(maker)
                         break
-                    are_staged = not self._anything_unlabelled
+                    are_staged = not any(
+                        lease.held and lease.label is None for lease in self._leases
+                    )
                 if not is_collected:
                     # An exception's traceback may be all that keeps a failed save's lease alive.
                     gc.collect()
@@ -258,11 +262,7 @@ class Arena:
         finally:
             with self._lock:
                 self._makers.discard(maker)  # after an error or an interrupt
-            self._drop_all(too_small)  # after an interrupt
-
-    @property
-    def _has_room(self) -> bool:
-        return len(self._leased) + len(self._makers) < self._max_blocks
+            self._drop(too_small)  # after an interrupt
 
     def _take_free(self, nbytes: int) -> Block | None:
         if self._max_blocks == 0:
@@ -279,20 +279,16 @@ class Arena:
         return block
 
     def _lease_new(self, nbytes: int, too_small: list[Block], maker: object) -> Lease:
-        self._drop_all(too_small)
         largest = max(too_small, key=lambda block: block.nbytes, default=None)
-        too_small.clear()
+        self._drop(too_small)
         # Touched pages are worth keeping: touching new ones is most of what a first copy costs.
         made = largest if largest is not None and largest.grow(nbytes) else None
         largest = None
         made = made or Block(nbytes)
         with self._lock:
             self._makers.remove(maker)
-            return self._leased_out(made)
-
-    def _leased_out(self, block: Block) -> Lease:
-        self._leased.append(block)
-        return self._lease_on(block)
+            self._leased.append(made)
+            return self._lease_on(made)
 
     def _lease_on(self, block: Block) -> Lease:
         lease = Lease(block, self._give_back)
@@ -304,10 +300,6 @@ class Arena:
         with self._lock:
             lease._finalizer.detach()
             return self._lease_on(lease.block)
-
-    @property
-    def _anything_unlabelled(self) -> bool:
-        return any(lease.held and lease.label is None for lease in self._leases)
 
     @property
     def anything_labelled(self) -> bool:
@@ -341,7 +333,7 @@ class Arena:
         """Free all unleased memory; later leases reserve it again."""
         with uninterrupted(), self._lock:
             free, self._free = self._free, []
-        self._drop_all(free)
+        self._drop(free)
 
     def _give_back(self, block: Block) -> None:
         if os.getpid() != self._pid:
@@ -352,15 +344,13 @@ class Arena:
             if keep:
                 self._free.append(block)
         if not keep:
-            self._drop(block)
+            self._drop([block])
 
-    def _drop_all(self, blocks: list[Block]) -> None:
-        for block in blocks:  # in a method, so that no local variable keeps the last one alive
-            self._drop(block)
-
-    def _drop(self, block: Block) -> None:
-        block.prepared_views = None
-        self._on_drop(block)
+    def _drop(self, blocks: list[Block]) -> None:
+        while blocks:  # no local variable: it would keep the last one alive
+            blocks[-1].prepared_views = None
+            self._on_drop(blocks[-1])
+            blocks.pop()
 
 
 def address_of(block: Block) -> int:
@@ -385,3 +375,86 @@ def _let_go_after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_let_go_after_fork)
+
+
+# --- memory of the system -------------------------------------------------------------------------
+
+
+def memory_descriptor(name: str) -> int:
+    """A new descriptor of anonymous memory, closed when another program is executed.
+
+    Raises:
+        OSError: The system refuses it.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, _MFD_CLOEXEC)
+    # Missing in a Python that was built with a glibc before 2.27, such as those of conda and uv.
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd: int = libc.memfd_create(name.encode(), _MFD_CLOEXEC)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), "memfd_create")
+    return fd
+
+
+def available_nbytes(*, root: str = "/") -> int:
+    """Bytes that this process can take without swapping or being killed, as reported by the system.
+
+    The minimum over the host and each control group (v2 or v1) of this process. Reclaimable page
+    cache counts as free.
+
+    Args:
+        root: Directory that contains ``proc`` and ``sys``; for tests.
+    """
+    left = list(_left_in_groups(root))
+    with (
+        suppress(OSError, StopIteration),  # without /proc the host has no limit
+        open(os.path.join(root, "proc/meminfo")) as stream,
+    ):
+        kib = next(line.split()[1] for line in stream if line.startswith("MemAvailable:"))
+        left.append(int(kib) << 10)
+    return min(left, default=sys.maxsize)
+
+
+def _left_in_groups(root: str) -> Iterator[int]:
+    """Bytes that each control group of this process, and each group above it, can give."""
+    base = os.path.join(root, "sys/fs/cgroup")
+    try:
+        with open(os.path.join(root, "proc/self/cgroup")) as stream:
+            entries = [line.rstrip("\n").split(":", 2) for line in stream]
+    except OSError:
+        return
+    for _, controllers, path in entries:
+        if not controllers:
+            names, top = ("memory.max", "memory.current"), base
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            top = os.path.join(base, "memory")
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), -1, -1):
+            directory = os.path.join(top, *parts[:depth])
+            limit, usage = (_number(os.path.join(directory, name)) for name in names)
+            if limit is not None and usage is not None:
+                yield max(0, limit - usage + _reclaimable(os.path.join(directory, "memory.stat")))
+
+
+def _number(path: str) -> int | None:
+    """The number in a file; ``None`` if the file holds none, as with ``max``."""
+    try:
+        with open(path) as stream:
+            return int(stream.read())
+    except (OSError, ValueError):
+        return None
+
+
+def _reclaimable(stat_path: str) -> int:
+    try:
+        with open(stat_path) as stream:
+            pairs = dict(line.split(maxsplit=1) for line in stream)
+            return sum(
+                int(pairs.get(name, pairs.get(f"total_{name}", 0)))
+                for name in ("active_file", "inactive_file")
+            )
+    except (OSError, ValueError):
+        return 0

@@ -71,18 +71,17 @@ Place: TypeAlias = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
 @torch.inference_mode(mode=False)  # a view made in inference mode could not be written to outside
 def views_of(memory: Any, places: Iterable[Place]) -> list[torch.Tensor]:
     """Tensors over raw memory, one per place; addresses need not be aligned to element sizes."""
-    return [_view_of(memory, *place) for place in places]
-
-
-def _view_of(
-    memory: Any, offset: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int]
-) -> torch.Tensor:
-    count = math.prod(size)
-    if count == 0:
-        return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="cpu")
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-    is_flat = len(size) == 1 and stride[0] == 1
-    return flat if is_flat else flat.as_strided(tuple(size), tuple(stride))
+    views: list[torch.Tensor] = []
+    for offset, dtype, size, stride in places:
+        count = math.prod(size)
+        if count == 0:
+            view = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="cpu")
+        else:
+            view = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+            if len(size) != 1 or stride[0] != 1:
+                view = view.as_strided(tuple(size), tuple(stride))
+        views.append(view)
+    return views
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -193,7 +192,12 @@ class Places:
         def work(number: int) -> None:
             if to and number == 0:
                 _torch.copy_each(to, [_as_copyable(each) for each in of] if self._any_odd else of)
-            _take_turns(copy, pieces)
+            while pieces:  # the other threads take from the same list
+                try:
+                    piece = pieces.pop()
+                except IndexError:  # another thread was faster
+                    return
+                copy(*piece)
 
         count = max(1, min(method.threads, len(pieces)))
         work_together(work, count, give_up=pieces.clear, name="nostall-copy")
@@ -277,16 +281,6 @@ def _require_unchanged(source: torch.Tensor, dtype: torch.dtype, size: Sequence[
             f"the tensor was planned as {tuple(size)} {dtype} and is now {tuple(source.shape)}"
             f" {source.dtype} in {there} bytes of storage"
         )
-
-
-def _take_turns(copy: Copy, pieces: list[_Piece]) -> None:
-    """Copy pieces until none is left; other threads take from the same list."""
-    while pieces:
-        try:
-            piece = pieces.pop()
-        except IndexError:  # another thread was faster
-            return
-        copy(*piece)
 
 
 def _as_copyable(tensor: torch.Tensor) -> torch.Tensor:

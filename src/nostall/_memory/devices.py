@@ -125,9 +125,11 @@ class Pinning:
         """Pin a block, if CUDA is initialised and has refused none before."""
         if block.id in self._pinned or not self._may_pin:
             return
+        if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+            return
         try:
-            if pin(address_of(block), block.nbytes):
-                self._pinned.add(block.id)
+            pin(address_of(block), block.nbytes)
+            self._pinned.add(block.id)
         except RuntimeError as error:
             self._may_pin = False
             _log.warning(
@@ -141,14 +143,12 @@ class Pinning:
             torch.cuda.cudart().cudaHostUnregister(address_of(block))
 
 
-def pin(address: int, nbytes: int) -> bool:
-    """Pin host memory for the CUDA copy engines; false if CUDA is absent or not initialised.
+def pin(address: int, nbytes: int) -> None:
+    """Pin host memory for the copy engines of CUDA, which is initialised.
 
     Raises:
         RuntimeError: CUDA refused.
     """
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return False
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
     if code:
         # Clears this thread's last CUDA error, which torch would report for the next kernel.
@@ -156,4 +156,3 @@ def pin(address: int, nbytes: int) -> bool:
             torch.ones((), device="cuda")
     if code not in (0, _ALREADY_REGISTERED):
         raise RuntimeError(f"cudaHostRegister of {nbytes} bytes failed with code {code}")
-    return True

@@ -37,7 +37,7 @@ import os
 import platform
 from collections.abc import Callable
 
-from nostall._model.anonymous import memory_descriptor
+from nostall._memory.arena import memory_descriptor
 
 _log = logging.getLogger("nostall")
 

@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from types import FunctionType
 from typing import Any
 
-from nostall._model.anonymous import memory_descriptor
+from nostall._memory.arena import memory_descriptor
 from nostall._model.jobs import Failure
 from nostall._model.threads import is_done
 from nostall._writer.child import ENCODING, ChildProcess, import_paths

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall._ranks.failures import failure_of, raise_everywhere
 from nostall._ranks.group import Coordination
-from nostall._ranks.reduction import PendingMaximum
 from nostall.errors import RankLostError, RankMismatchError, SaveTimeoutError
 
 PATIENCE_S = 60.0
@@ -56,9 +55,11 @@ class View:
 
 
 class Scheduled:
-    """Count of the requests that this process schedules with other ranks, over all its queues."""
+    """The requests that this process schedules with other ranks, over all its queues."""
 
     def __init__(self) -> None:
+        self.unanswered: list[Question] = []
+        """Asked about requests that this process has given up since."""
         self._count = 0
         self._times_left = 0
 
@@ -82,8 +83,9 @@ class Scheduled:
             raise
 
     def forget_after_fork(self) -> None:
-        """Reset the count in a forked child, which has scheduled nothing."""
+        """In a forked child, which has scheduled and asked nothing."""
         self._count = 0
+        self.unanswered.clear()
 
     def all_leave(self, coordination: Coordination, timeout_s: float) -> str:
         """Why the ranks cannot finish the scheduled requests; empty if they can.
@@ -105,29 +107,8 @@ class Scheduled:
                 return f"ranks {others} did not exit with an exception as this one did"
             time.sleep(_LOOK_AGAIN_S)
 
-    def wait(
-        self, pending: PendingMaximum, coordination: Coordination, *, timeout_s: float
-    ) -> list[int]:
-        """The maximum over all ranks.
-
-        Args:
-            pending: The reduction, which has begun.
-            coordination: The ranks.
-            timeout_s: How long another rank may wait for its own files before it begins it.
-
-        Raises:
-            SaveTimeoutError: Other ranks do not begin it; the text names those that are behind.
-        """
-        began_s, timeout_s = time.monotonic(), timeout_s + PATIENCE_S
-        try:
-            return pending.wait(timeout_s)
-        except TimeoutError as error:
-            # The group's own limit may be shorter.
-            is_own = time.monotonic() - began_s >= timeout_s
-            limit = f"{timeout_s:.1f} s" if is_own else "the time limit of the process group"
-            raise self._others_missing(coordination, limit) from error
-
-    def _others_missing(self, coordination: Coordination, limit: str) -> SaveTimeoutError:
+    def others_missing(self, coordination: Coordination, limit: str) -> SaveTimeoutError:
+        """The error when other ranks do not poll; it names those that are behind."""
         announced = coordination.announced(_SCHEDULED)
         behind = {rank: count for rank, count in announced.items() if count < self._count}
         who = (
@@ -170,7 +151,7 @@ class Question:
         """A flag is set if it was set on any rank when that was asked. Waits for all ranks.
 
         Args:
-            scheduled: Names the missing ranks.
+            scheduled: Names the missing ranks, and remembers a question whose wait is interrupted.
             timeout_s: How long another rank may wait for its own files before it asks.
 
         Raises:
@@ -180,7 +161,17 @@ class Question:
                 requests.
         """
         mine, coordination = self._mine, self._coordination
-        values = scheduled.wait(self._pending, coordination, timeout_s=timeout_s)
+        began_s, timeout_s = time.monotonic(), timeout_s + PATIENCE_S
+        try:
+            values = self._pending.wait(timeout_s)
+        except KeyboardInterrupt:  # torch would wait for it at the end of the process
+            scheduled.unanswered.append(self)
+            raise
+        except TimeoutError as error:
+            # The group's own limit may be shorter.
+            is_own = time.monotonic() - began_s >= timeout_s
+            limit = f"{timeout_s:.1f} s" if is_own else "the time limit of the process group"
+            raise scheduled.others_missing(coordination, limit) from error
         alive, failed, hurry, shares, waits, *values = values
         committing, committed, save, least, *highest = values
         if highest != self._same:

@@ -1,15 +1,24 @@
 """Communication between ranks, as a small port with two adapters.
 
-All calls run on the caller's thread, on the caller's group. ``maximum`` is cheap (a few integers);
-``gather`` and ``broadcast`` carry objects. A single process needs no group.
+Collectives run on the caller's thread, on the caller's group. ``maximum`` is cheap (a few
+integers); ``gather`` and ``broadcast`` carry objects. A single process needs no group.
+
+Records about a save are left in a store where all ranks find them, so that no rank waits for
+another. torch's stores hold their lock while they wait for a key, so nothing here asks for a
+missing one.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import re
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from typing import Any, Protocol, TypeVar
 
@@ -17,10 +26,8 @@ import torch
 import torch.distributed as dist
 
 from nostall import _torch
-from nostall._model.threads import no_collection
+from nostall._model.threads import interruptible, no_collection, uninterrupted
 from nostall._model.values import SaveId
-from nostall._ranks.records import GroupStore, LocalRecords, Records, StoredRecords
-from nostall._ranks.reduction import Known, PendingMaximum, Reduction
 from nostall.errors import OptionError, RankLostError
 
 T = TypeVar("T")
@@ -28,6 +35,14 @@ T = TypeVar("T")
 _log = logging.getLogger("nostall")
 
 _KEY = "nostall/"
+_RECORDS_AT_A_TIME = 256
+"""Keys in one operation of the store."""
+_DECISIONS = 8
+"""Keys of a series for decisions: of so many saves in flight each has its own."""
+_TIMED_OUT = re.compile(r"time(d )?-?out", re.IGNORECASE)
+_SHORTEST_S = 0.001
+"""torch takes a shorter wait for one without a limit."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 
 
 class Coordination(Protocol):
@@ -97,9 +112,8 @@ class SingleProcess:
         return Known(list(values))
 
     def records(self, save: SaveId) -> Records | None:
-        """Of this process, in its memory."""
-        del save
-        return LocalRecords()
+        """Entries in a store of its own."""
+        return Records(save, 0, 1) if dist.is_available() else None
 
     def announce(self, topic: str, number: int) -> None:
         """Do nothing."""
@@ -175,7 +189,7 @@ class TorchGroup:
         """Entries in the store of the ranks' rendezvous."""
         if _torch.default_store() is None:
             return None
-        return StoredRecords(save, self.rank, self.world_size)
+        return Records(save, self.rank, self.world_size)
 
     def announce(self, topic: str, number: int) -> None:
         """One entry in the process group's store; dropped if the store is unreachable."""
@@ -265,6 +279,181 @@ def _values(messages: Sequence[torch.Tensor]) -> list[Any]:
         torch.frombuffer(content, dtype=torch.uint8).copy_(message)
         values.append(pickle.loads(content))
     return values
+
+
+# --- a maximum that may still wait for some ranks -------------------------------------------------
+
+
+class PendingMaximum(Protocol):
+    """A maximum over all ranks that may still wait for some of them."""
+
+    def is_done(self) -> bool:
+        """Whether it waits for no rank any more."""
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        """The maximum. Call it once.
+
+        Raises:
+            RankLostError: Another rank has ended, or the group is unusable.
+            TimeoutError: Not all ranks have begun it within ``timeout_s`` seconds; the group is no
+                longer usable.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """The reduction of a process alone."""
+
+    values: list[int]
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        del timeout_s
+        return self.values
+
+
+class Reduction:
+    """An all_reduce in progress.
+
+    Args:
+        work: That of torch.
+        tensor: Its tensor of integers.
+        together: A block in which the backend's untyped errors become ``RankLostError``.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work,
+        tensor: torch.Tensor,
+        together: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._work = work
+        self._tensor = tensor
+        self._together = together
+
+    def is_done(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout_s: float | None = None) -> list[int]:
+        with self._together():
+            if timeout_s is None:
+                self._work.wait()
+            else:
+                self._wait(timeout_s)
+            return [int(value) for value in self._tensor.tolist()]
+
+    def _wait(self, timeout_s: float) -> None:
+        """Look again and again: Python handles signals between two looks.
+
+        Torch's own wait with a limit comes last. It handles no signals, and NCCL ends the group
+        when a limit is over, counted from the beginning of the reduction.
+        """
+        ends_s, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+        while not self._work.is_completed() and time.monotonic() < ends_s:
+            with uninterrupted(patience=2), interruptible():
+                time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        try:
+            self._work.wait(timedelta(seconds=max(_SHORTEST_S, ends_s - time.monotonic())))
+        except RuntimeError as error:
+            if self._work.is_completed() and not _TIMED_OUT.search(str(error)):
+                raise  # not a timeout, ours or the group's: a rank has died
+            raise TimeoutError(str(error)) from error
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+class GroupStore:
+    """The store of the ranks' rendezvous, which this does not keep alive behind its group."""
+
+    def __init__(self) -> None:
+        store = _torch.default_store()
+        self._store = None if store is None else weakref.ref(store)
+
+    def present(self) -> dist.Store | None:
+        """The store; ``None`` if there was none.
+
+        Raises:
+            RuntimeError: The group is gone. What its ranks have decided is not in a later one's.
+        """
+        store = None if self._store is None else self._store()
+        if store is not _torch.default_store():
+            raise RuntimeError("the process group of the save is gone")
+        return store
+
+
+class Records:
+    """Records of the ranks about one save. Callable from any thread.
+
+    Every method raises ``RuntimeError`` if the store no longer exists.
+
+    Args:
+        save: Identifies the save.
+        rank: This rank, within those that save.
+        world_size: Their number. A single process has a store of its own.
+    """
+
+    def __init__(self, save: SaveId, rank: int, world_size: int) -> None:
+        self._key = f"{_KEY}save/{save.series:016x}"
+        self._number = save.number
+        self._rank = rank
+        self._world_size = world_size
+        self._group_store = GroupStore() if world_size > 1 else None
+        self._own_store = dist.HashStore() if world_size == 1 else None
+        self._seen = 0
+        """Number of ranks, from the first on, that are known to have left theirs."""
+
+    def put(self, record: bytes) -> None:
+        """Leave this rank's record, once."""
+        key = self._key_of(self._rank)
+        self._store().set(key, record)  # type: ignore[arg-type]  # bytes, too
+
+    def are_complete(self) -> bool:
+        """Whether all ranks have left theirs."""
+        store = self._store()
+        while self._seen < self._world_size:
+            some = range(self._seen, min(self._seen + _RECORDS_AT_A_TIME, self._world_size))
+            if not store.check([self._key_of(rank) for rank in some]):
+                return False
+            self._seen = some.stop
+        return True
+
+    def all(self) -> list[bytes]:
+        """The records of all ranks, in rank order, once they are complete."""
+        store, found = self._store(), list[bytes]()
+        for begin in range(0, self._world_size, _RECORDS_AT_A_TIME):
+            some = range(begin, min(begin + _RECORDS_AT_A_TIME, self._world_size))
+            found += store.multi_get([self._key_of(rank) for rank in some])
+        return found
+
+    def claim(self, what: str) -> bool:
+        """Decide something about the save; false if something else may be decided."""
+        store, number = self._store(), self._number
+        key = f"{self._key}/decision-{number % _DECISIONS}"
+        mine = f"{number} {what}"
+        before = store.get(key).decode() if store.check([key]) else ""
+        if before and int(before.split()[0]) >= number:
+            return before == mine
+        return store.compare_set(key, before, mine).decode() == mine
+
+    def remove(self) -> None:
+        """Remove this rank's."""
+        self._store().delete_key(self._key_of(self._rank))
+
+    def _key_of(self, rank: int) -> str:
+        return f"{self._key}/{self._number}/{rank}"
+
+    def _store(self) -> dist.Store:
+        store = self._group_store.present() if self._group_store else self._own_store
+        if store is None:
+            raise RuntimeError("there is no process group")
+        return store
+
+
+# --- groups ---------------------------------------------------------------------------------------
 
 
 def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:

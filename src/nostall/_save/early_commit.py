@@ -23,8 +23,8 @@ from nostall import _torch
 from nostall._model.threads import is_done, spawn_in_torch
 from nostall._model.values import MOST_SERIES, SaveId
 from nostall._ranks.agreement import PATIENCE_S
-from nostall._ranks.records import Records
-from nostall._ranks.reports import CANCEL_TIMEOUT_S
+from nostall._ranks.failures import CANCEL_TIMEOUT_S
+from nostall._ranks.group import Records
 from nostall._save.commit import Ending
 from nostall._storage.deadlines import in_time
 from nostall.errors import NotDurableError, SaveTimeoutError

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._engine import Engine, default_engine
-from nostall._memory.fence import SnapshotFence
+from nostall._memory.overlap import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.progress import State
 from nostall._model.values import RankFiles

@@ -19,8 +19,7 @@ import torch
 from nostall._engine import Engine
 from nostall._memory.arena import Lease
 from nostall._memory.copying import Copies
-from nostall._memory.fence import SnapshotFence
-from nostall._memory.overlap import Marks, stage_behind
+from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
 from nostall._memory.snapshot import Snapshot, begin_snapshot
 from nostall._model.jobs import (
     NO_BLOCK,
@@ -35,8 +34,7 @@ from nostall._model.threads import is_done, spawn_or_run
 from nostall._model.values import Layout
 from nostall._plan.items import container_settings
 from nostall._plan.layout import waves
-from nostall._ranks.failures import error_of, failure_of
-from nostall._ranks.reports import await_report, joined, when_done
+from nostall._ranks.failures import await_report, error_of, failure_of, joined, when_done
 from nostall._save.prepared import PreparedSave, SaveTarget
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.places import is_address, storage_options_of

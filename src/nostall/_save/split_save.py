@@ -16,15 +16,13 @@ from typing import Any
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall._engine import Engine, default_engine
-from nostall._memory.fence import SnapshotFence
-from nostall._memory.overlap import changed_too_early
+from nostall._memory.overlap import SnapshotFence, changed_too_early
 from nostall._memory.snapshot import Snapshot
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.progress import Progress, State
 from nostall._model.threads import is_done, uninterrupted
 from nostall._model.values import RankFiles
-from nostall._ranks.failures import failure_of
-from nostall._ranks.reports import await_report
+from nostall._ranks.failures import await_report, failure_of
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.prepared import PreparedSave
 from nostall._save.snapshot import (

@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from nostall._engine import Engine
 from nostall._memory.arena import Lease
 from nostall._memory.copying import Copies, Places
-from nostall._memory.fence import SnapshotFence
-from nostall._memory.overlap import Marks, stage_behind
+from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
 from nostall._memory.snapshot import Snapshot, adopt_staged
 from nostall._memory.staged_state import (
     Invalid,

@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from nostall import _torch
 from nostall._engine import default_engine
 from nostall._model.threads import is_done
-from nostall._queue.finalizing import together
+from nostall._queue.ending import together
 from nostall._ranks.group import coordination_for
 from nostall._storage.deadlines import begin, in_time
 from nostall._storage.port import reason

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from nostall._queue.finalizing import together
+from nostall._queue.ending import together
 from nostall._ranks.group import coordination_for
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
