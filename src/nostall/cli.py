@@ -19,8 +19,7 @@ from typing import Any
 from nostall._cli.listing import require_there
 from nostall._cli.output import NotThere, Status, print_error, printable
 from nostall._cli.prune import parse_policies
-from nostall._storage.destination import place_of, require_possible
-from nostall._storage.places import is_address
+from nostall._storage.locations import is_address, place_of, require_possible
 from nostall._version import __version__
 from nostall.errors import NostallError, OptionError, UnknownMetadataError
 

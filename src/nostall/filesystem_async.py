@@ -36,8 +36,7 @@ from nostall._ranks.group import SingleProcess, coordination_for
 from nostall._save.commit import commit_results
 from nostall._save.prepared import Beside, OwnOptions, settings_of
 from nostall._save.rank_save import RankSave, Staging
-from nostall._storage.destination import is_place, local_tier_of, place_of
-from nostall._storage.places import is_address
+from nostall._storage.locations import is_address, is_place, local_tier_of, place_of
 from nostall.options import StagingMode
 from nostall.stats import SaveStats
 

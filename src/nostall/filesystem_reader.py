@@ -30,10 +30,9 @@ from nostall._read.plan import Form, Wanted, chunk_of, nbytes_by_archive, rows_o
 from nostall._read.planner import Planner
 from nostall._read.reading import read_items
 from nostall._read.sharing import Member, Share, all_want_to_share, read_shared, share
-from nostall._storage.destination import is_place, place_of
-from nostall._storage.places import identity, is_address, storage_at
+from nostall._storage.locations import identity, is_address, is_place, place_of, storage_at
 from nostall._storage.port import ReadableFiles, Source
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix import PosixStorage
 from nostall._storage.uncached import UncachedFiles
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 from nostall.options import require_integer
@@ -263,7 +262,7 @@ class FileSystemReader(dcp.FileSystemReader):
         if is_address(path):
             files = storage_at(path)
         else:
-            files = UncachedFiles(path) if is_read_once else PosixFiles(path)
+            files = UncachedFiles(path) if is_read_once else PosixStorage(path)
         total = sum(nbytes_by_archive(wanted, self._rows_of).values())
         counter = ReadCounter(total, self._progress)
 

@@ -27,8 +27,7 @@ from nostall._commit.committed import committed_latest_first
 from nostall._model.checksum import use_fastest
 from nostall._model.names import METADATA_NAME, is_metadata_of_one_rank
 from nostall._model.progress import ReadCounter
-from nostall._storage.destination import place_of, require_possible
-from nostall._storage.places import is_address, storage_at
+from nostall._storage.locations import is_address, place_of, require_possible, storage_at
 from nostall._storage.port import Files, Version, reason
 from nostall.errors import (
     DamagedCheckpointError,

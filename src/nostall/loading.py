@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from nostall._commit.committed import found_instead
 from nostall._model.threads import no_collection
 from nostall._read.planner import Planner, empty_in, outer_names
-from nostall._storage.destination import place_of, require_possible
-from nostall._storage.places import identity, is_address
+from nostall._storage.locations import identity, is_address, place_of, require_possible
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError
 from nostall.filesystem_reader import Verify

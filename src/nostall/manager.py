@@ -41,7 +41,7 @@ from nostall._model.threads import uninterrupted
 from nostall._queue.ending import together
 from nostall._ranks.failures import sendable
 from nostall._ranks.group import Coordination, coordination_for, require_members, require_numpy
-from nostall._storage.destination import place_of, require_directory, require_possible
+from nostall._storage.locations import place_of, require_directory, require_possible
 from nostall._torch import wrap_exception
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import NostallError, OptionError, SaveAbortedError, SaveTimeoutError

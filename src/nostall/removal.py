@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from nostall import _torch
 from nostall._model.names import METADATA_SUFFIX, is_metadata_of_one_rank, is_ours_to_remove
-from nostall._storage.destination import place_of
-from nostall._storage.places import is_address, object_storage_at
+from nostall._storage.locations import is_address, object_storage_at, place_of
 from nostall._storage.posix import HeldDirectory
 from nostall.errors import OptionError, WriteError
 

@@ -24,15 +24,15 @@ from nostall._model.jobs import (
 from nostall._model.progress import State
 from nostall._model.threads import is_done, spawn_or_run, uninterrupted
 from nostall._save.split_save import BackgroundSave
-from nostall._storage.destination import absolute, without_links
+from nostall._storage.locations import absolute, without_links
 from nostall._storage.posix import (
-    has_identity,
+    give_name,
     identity_of,
     keep_mode_and_owner,
+    make_name_durable,
     remove_files,
     sync_name,
 )
-from nostall._storage.posix_storage import give_name, make_name_durable
 from nostall._writer.child import import_paths
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import (
@@ -61,7 +61,7 @@ class _FileSave(BackgroundSave):
         self, state_dict: Any, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         # As torch.save does, which writes to what a link leads to.
-        job, self._path = uuid.uuid4().hex, without_links(str(absolute(path)))
+        job, self._path = uuid.uuid4().hex, without_links(absolute(path))
         progress = default_engine().under_way.begin(job, path=self._path, rank=0)
         super().__init__(rank=0, job=job, progress=progress)
         self._state_dict = state_dict
@@ -191,7 +191,7 @@ class _FileSave(BackgroundSave):
                 self._path,
                 temporary,
                 what="the file",
-                is_there=lambda: has_identity(self._path, identity),
+                is_there=lambda: identity_of(self._path) == identity,
             )
         except NotDurableError:
             raise

@@ -28,8 +28,7 @@ from nostall._model.names import is_draft
 from nostall._save import publish as publishing
 from nostall._save.publish import files_of
 from nostall._storage import posix
-from nostall._storage.posix_files import PosixFiles
-from nostall._storage.posix_storage import PosixStorage
+from nostall._storage.posix import PosixStorage
 from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     CheckpointExistsError,
@@ -544,13 +543,13 @@ def test_only_names_below_the_directory_belong_to_a_checkpoint(tmp_path: Path) -
     strange = ["sub/b.distcp", "notes.txt", *OUTSIDE, *NO_SHARDS]
     metadata = metadata_naming("a.distcp", "./c.distcp", *strange)
     write_metadata(tmp_path, metadata)
-    found = files_of(PosixFiles(str(tmp_path)), ".metadata")
+    found = files_of(PosixStorage(str(tmp_path)), ".metadata")
     assert found == {"a.distcp", "c.distcp"}
 
 
 def test_metadata_that_cannot_be_read_names_no_files(tmp_path: Path) -> None:
     """Absent, broken, of another kind or hostile: nothing is removed, and the save goes on."""
-    path, files = tmp_path / ".metadata", PosixFiles(str(tmp_path))
+    path, files = tmp_path / ".metadata", PosixStorage(str(tmp_path))
     assert files_of(files, ".metadata") == set()
     odd = metadata_naming("a.distcp")
     odd.storage_data = ["a.distcp"]

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 import nostall
 from nostall._commit.metadata import load_metadata
 from nostall._commit.metadata_pickle import _KNOWN
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix import PosixStorage
 from nostall._storage.reading import as_stream, damage_of_container
 from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -418,7 +418,7 @@ def test_an_archive_that_takes_any_time_to_read_is_damage(
     """Records that unfold to a thousand times their length, or are one and the same."""
     content = archive(compression, copies)
     (tmp_path / "file").write_bytes(content)
-    with closing(PosixFiles(str(tmp_path)).open("file")) as source:
+    with closing(PosixStorage(str(tmp_path)).open("file")) as source:
         damage = damage_of_container(as_stream(source))
     assert damage is not None
     assert what in damage

@@ -11,7 +11,7 @@ import torch
 
 import nostall
 from nostall import CheckpointManager, KeepBest, KeepLatest
-from nostall._storage.places import storage_at
+from nostall._storage.locations import storage_at
 from nostall.errors import ReadError
 from support.object_store import S3Server
 from support.ranks import run_ranks, run_script

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 import nostall
 from nostall import CheckpointManager, KeepLatest
 from nostall._manager import steps
-from nostall._storage import posix, posix_files
+from nostall._storage import posix
 from nostall.errors import OptionError, ReadError, SaveTimeoutError, UnknownMetadataError
 from nostall.filesystem_async import FileSystemWriterAsync
 from support.waiting import AwayOs, HangingOs, error_of, impatient, wait_until
@@ -56,7 +56,7 @@ def test_no_call_waits_for_storage_for_ever(tmp_path: Path, what: str) -> None:
     saved(tmp_path, 1)
     manager = CheckpointManager(tmp_path, metrics={"loss": "min"})
     storage = HangingOs("stat" if what == "restore one" else "listdir", str(tmp_path))
-    with patch.object(posix_files, "os", storage), impatient():
+    with patch.object(posix, "os", storage), impatient():
         try:
             error = error_of(lambda: CALLS[what](manager))
         finally:
@@ -131,7 +131,7 @@ def test_a_job_does_not_begin_anew_while_storage_is_away(tmp_path: Path, operati
     saved(tmp_path / "two", 1, 2)
     state = numbered(0)
     storage = AwayOs(operation, "step-000000002/")
-    with patch.object(posix_files, "os", storage):
+    with patch.object(posix, "os", storage):
         for step in (None, 2):
             with pytest.raises(ReadError, match=r"cannot be read.*step-000000002") as caught:
                 CheckpointManager(tmp_path / "one").restore(state, step)

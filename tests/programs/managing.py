@@ -25,7 +25,7 @@ import nostall
 from nostall import CheckpointManager, KeepLatest, PerRank, _torch
 from nostall import manager as manager_module
 from nostall._manager import steps
-from nostall._storage import posix_files
+from nostall._storage import posix
 from nostall.errors import NostallError
 from nostall.options import EngineOptions
 from nostall.removal import remove_checkpoint
@@ -214,7 +214,7 @@ def stuck(out: Path) -> Facts:
     nostall.configure(EngineOptions(save_timeout_s=1.0))
     manager = CheckpointManager(out)
     storage = HangingOs("listdir", str(out))
-    with patch.object(posix_files, "os", storage) if dist.get_rank() == 0 else nullcontext():
+    with patch.object(posix, "os", storage) if dist.get_rank() == 0 else nullcontext():
         found = {
             "restore": _error_of(lambda: manager.restore(state)),
             "save": _error_of(lambda: manager.save(2, state)),

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import nostall
 from nostall import _torch, filesystem_reader
 from nostall._read.sharing import share
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix import PosixStorage
 from nostall.errors import NostallError, OptionError
 from support.reads import CountedSource
 from support.states import read_metadata, small_state
@@ -71,12 +71,12 @@ def counted() -> Iterator[list[int]]:
     """The lengths of all reads of shard files in the block."""
     counts: list[int] = []
 
-    class Counting(PosixFiles):
+    class Counting(PosixStorage):
         def open(self, name: str) -> Any:
             source = super().open(name)
             return CountedSource(source, counts) if name.endswith(".distcp") else source
 
-    with patch.multiple(filesystem_reader, PosixFiles=Counting, UncachedFiles=Counting):
+    with patch.multiple(filesystem_reader, PosixStorage=Counting, UncachedFiles=Counting):
         yield counts
 
 

@@ -30,7 +30,7 @@ from nostall import integrity
 from nostall._commit import committed
 from nostall._commit.checking import read_description
 from nostall._commit.manifest import manifest_alone, split
-from nostall._storage import posix_files, reading
+from nostall._storage import posix, reading
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError
@@ -670,7 +670,7 @@ def test_the_latest_is_not_denied_while_storage_is_away(tmp_path: Path, operatio
     for path in ("one/save", "two/old", "two/save"):
         by_queue(tmp_path / path, small_state())
     storage = AwayOs(operation, "save/")
-    with patch.object(committed, "os", storage), patch.object(posix_files, "os", storage):
+    with patch.object(committed, "os", storage), patch.object(posix, "os", storage):
         with pytest.raises(ReadError, match="1 are not understood or cannot be read") as caught:
             nostall.latest_complete(tmp_path / "one")
         assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "old")
@@ -687,7 +687,7 @@ def test_a_file_that_another_host_has_just_made_is_not_missing(
     """A host with NFS remembers for a while that a file did not exist when it last looked."""
     by_queue(tmp_path / "save", {"w": torch.ones(9)})
     found = {"w": torch.zeros(9)}
-    with patch.object(posix_files, "os", RememberingOs(part)) as storage:
+    with patch.object(posix, "os", RememberingOs(part)) as storage:
         if look == "load":
             nostall.load(found, tmp_path / "save")
         elif look == "dcp.load":
@@ -771,7 +771,7 @@ def test_a_root_that_is_a_checkpoint_itself_is_refused(tmp_path: Path) -> None:
 def test_a_root_that_storage_does_not_tell_about_is_no_checkpoint(tmp_path: Path) -> None:
     """Nor is one with a directory of that name; only storage's error is one."""
     with (
-        patch.object(posix_files.PosixFiles, "stat", side_effect=OSError(errno.EIO, "by a test")),
+        patch.object(posix.PosixStorage, "stat", side_effect=OSError(errno.EIO, "by a test")),
         pytest.raises(ReadError, match="by a test"),
     ):
         nostall.latest_complete(tmp_path)

@@ -35,7 +35,8 @@ from nostall._model.progress import ReadCounter
 from nostall._read.archives import Unusual, require_simple
 from nostall._read.plan import Wanted
 from nostall._read.reading import read_items
-from nostall._storage.posix_files import PosixFiles, PosixSource, between
+from nostall._storage.port import between
+from nostall._storage.posix import PosixSource, PosixStorage
 from nostall.errors import DamagedCheckpointError, OptionError, UntrustedObjectError
 from nostall.filesystem_reader import Verify
 from programs.streams import Zlib
@@ -330,7 +331,7 @@ def test_plain_tensors_are_not_loaded_by_torch(
 # --- how it is read -------------------------------------------------------------------------------
 
 
-class _CountingFiles(PosixFiles):
+class _CountingFiles(PosixStorage):
     def __init__(self, directory: Path) -> None:
         super().__init__(str(directory))
         self.counts: list[int] = []
@@ -392,7 +393,7 @@ class _Turned(PosixSource):
         return nbytes
 
 
-class _TurnedFiles(PosixFiles):
+class _TurnedFiles(PosixStorage):
     def __init__(self, directory: Path, at: int) -> None:
         super().__init__(str(directory))
         self._at = at
@@ -423,7 +424,7 @@ def test_what_is_compared_is_what_is_loaded(
     changed[at] ^= 0xFF
     (tmp_path / "__0_0.distcp").write_bytes(changed)
     with pytest.raises(DamagedCheckpointError, match="CRC-32"):
-        read(PosixFiles(str(tmp_path)))
+        read(PosixStorage(str(tmp_path)))
 
 
 def test_the_planner_is_called_as_by_stock(tmp_path: Path) -> None:

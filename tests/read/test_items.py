@@ -675,7 +675,7 @@ def test_ctrl_c_while_files_are_opened_leaves_none_open(tmp_path: Path) -> None:
     save(tmp_path, state, files=3)
     load(dict(state), tmp_path)
     before = os.listdir("/proc/self/fd")
-    places = ("inflight.py", "archives.py", "posix_files.py", "_reader.py")
+    places = ("inflight.py", "archives.py", "posix.py", "_reader.py")
 
     def happens(frame: FrameType, event: str) -> bool:
         # Python looks for signals after calls, never between a generator's yield and its caller.

@@ -19,7 +19,7 @@ from nostall._read.sharing import (
     read_shared,
     share,
 )
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix import PosixStorage
 from nostall.errors import (
     DamagedCheckpointError,
     NostallError,
@@ -232,7 +232,7 @@ class Peers:
 def read_with(peers: Peers, path: Path) -> BaseException:
     (planned, _) = shares_of([{Span("file", 0, 8): 8}] * 2)
     with pytest.raises(NostallError) as caught:
-        read_shared(planned, [], PosixFiles(str(path)), peers, lambda *_: None, threads=1)
+        read_shared(planned, [], PosixStorage(str(path)), peers, lambda *_: None, threads=1)
     return caught.value
 
 

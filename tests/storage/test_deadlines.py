@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._storage import posix, posix_files
+from nostall._storage import posix
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -201,7 +201,7 @@ def test_planning_does_not_wait_for_storage_for_ever(
     """A directory that cannot be made or looked at in time is an error that names it."""
     path = tmp_path / "saved"
     storage = HangingOs(stuck, "saved")
-    with patch.object(posix, "os", storage), patch.object(posix_files, "os", storage):
+    with patch.object(posix, "os", storage):
         failure = _failure_in_time(save, path, storage.answer)
         wait_until(_nobody_is_left)
     assert isinstance(failure, SaveTimeoutError)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import nostall
-from nostall._storage.places import storage_at
+from nostall._storage.locations import storage_at
 from nostall._storage.port import Storage
 from nostall.cli import main
 from nostall.integrity import State

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._storage.unused_files import remove_unnamed
+from nostall._storage.directories import remove_unnamed
 from nostall.errors import SaveTimeoutError, WriterDiedError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nostall._storage.places import is_address, storage_at
+from nostall._storage.locations import is_address, storage_at
 from programs.save_once import save
 from support.object_store import S3Server, is_loaded
 from support.ranks import run_script

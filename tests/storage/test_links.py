@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._storage.destination import place_of
+from nostall._storage.locations import place_of
 from nostall.core import AsyncCallsQueue
 from nostall.errors import WriteError
 from nostall.filesystem_async import FileSystemWriterAsync

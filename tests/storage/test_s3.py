@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._save import publish as publishing
-from nostall._storage.places import storage_at
+from nostall._storage.locations import storage_at
 from nostall._storage.port import Conflict, Storage
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue
@@ -643,7 +643,7 @@ def test_a_store_that_is_gone_is_an_error_that_may_pass(
     code = """
 import errno, nostall
 from nostall.errors import ReadError
-from nostall._storage.places import storage_at
+from nostall._storage.locations import storage_at
 from nostall._storage.port import may_pass
 try:
     storage_at("s3://bucket/run").stat("x")

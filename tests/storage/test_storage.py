@@ -32,7 +32,7 @@ from nostall._model.jobs import FileImage, RankFailed, RankReport, RankWritten, 
 from nostall._model.names import is_draft
 from nostall._save.split_save import SplitSave
 from nostall._storage import posix
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix import PosixStorage
 from nostall._writer.files import perform
 from nostall._writer.images import WholeImage
 from nostall.core import AsyncCallsQueue
@@ -256,7 +256,7 @@ def test_memory_that_the_device_does_not_take_is_written_through_the_page_cache(
     memory = mmap.mmap(-1, 4 * PAGE)
     memory[1 : 1 + len(content)] = content
     image = memoryview(memory)[1 : 1 + 3 * PAGE]
-    files = PosixFiles(str(tmp_path), direct=True)
+    files = PosixStorage(str(tmp_path), direct=True)
     file = files.put("file", len(content), on_created=lambda _: None)
     for begin in range(0, len(content), PAGE):
         file.write(image, begin, min(begin + PAGE, len(content)))

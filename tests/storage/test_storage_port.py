@@ -15,7 +15,7 @@ import pytest
 from nostall._commit.commit import commit
 from nostall._model.jobs import FileImage, SealTable, WriteJob
 from nostall._storage.port import Conflict, Storage
-from nostall._storage.posix_storage import PosixStorage
+from nostall._storage.posix import PosixStorage
 from nostall._writer.chunks import write_images
 from nostall._writer.faults import Faults
 from nostall._writer.images import WholeImage

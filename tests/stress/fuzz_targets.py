@@ -35,7 +35,7 @@ from nostall._commit.publication import publication_of
 from nostall._model import checksum
 from nostall._model.checksum import use_fastest
 from nostall._model.values import WrittenFile
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix import PosixStorage
 from nostall._storage.reading import (
     ChecksumMissing,
     NoArchive,
@@ -267,7 +267,7 @@ class ContainerTarget:
         if content[0] or zlib.crc32(content) % 4 == 0:
             return self._disk.verified()
         outcomes = set()
-        with closing(PosixFiles(str(self._disk.path)).open(self._name)) as source:
+        with closing(PosixStorage(str(self._disk.path)).open(self._name)) as source:
             for extent in self._extents:
                 try:
                     damage = damage_of_container(

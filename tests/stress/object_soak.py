@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._storage.places import storage_at
+from nostall._storage.locations import storage_at
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache

@@ -65,7 +65,7 @@ class RecordingOs:
 
     def close(self, fd: int) -> None:
         with self._lock:
-            self._paths.pop(fd)
+            self._paths.pop(fd, None)  # one that was opened before the block
             os.close(fd)
 
     def pwrite(self, fd: int, content: Any, offset: int) -> int:

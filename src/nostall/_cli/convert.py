@@ -26,10 +26,9 @@ from nostall._cli.output import Answer, progress
 from nostall._model.names import METADATA_NAME, SAFETENSORS_SUFFIX, SHARD_SUFFIX
 from nostall._model.wording import counted, some
 from nostall._read.objects import unloadable
-from nostall._storage.places import is_address, storage_at
+from nostall._storage.locations import is_address, storage_at
 from nostall._storage.port import may_have
-from nostall._storage.posix import replace_file, sync_directory
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix import PosixStorage, sync_directory
 from nostall._storage.reading import (
     ChecksumMissing,
     NoArchive,
@@ -198,7 +197,7 @@ def _written_beside(target: str) -> Iterator[str]:
             yield draft
             with open(draft, "rb") as file:
                 os.fsync(file.fileno())
-            replace_file(target, by=draft)
+            os.replace(draft, target)
         sync_directory(directory)
     except NostallError:
         raise
@@ -258,7 +257,7 @@ def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
         what, hint = "it is a shard file of a checkpoint", "pass the checkpoint's directory"
         raise ReadError(what, path=source, hint=hint)
     try:
-        with closing(PosixFiles("").open(source)) as opened, suppress(ChecksumMissing):
+        with closing(PosixStorage("").open(source)) as opened, suppress(ChecksumMissing):
             damage = damage_of_container(as_stream(opened))
             if damage is not None:
                 raise DamagedCheckpointError(f"the file is damaged: {damage}", path=source)
@@ -317,7 +316,7 @@ def _safetensors_in(source: str) -> list[str]:
     names = {each for each in listed if each.lower().endswith(SAFETENSORS_SUFFIX)}
     if not names or METADATA_NAME in listed:
         return []
-    files = PosixFiles(directory)
+    files = PosixStorage(directory)
     index = files.where(_INDEX)
     if _INDEX in listed:
         try:

@@ -45,8 +45,7 @@ from nostall._model.names import (
     step_in,
 )
 from nostall._model.wording import counted, some
-from nostall._storage.destination import place_of
-from nostall._storage.places import is_address, storage_at
+from nostall._storage.locations import is_address, place_of, storage_at
 from nostall._storage.port import Stat, leaves_open, may_have
 from nostall._storage.reading import open_to_read, part_as_stream
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError

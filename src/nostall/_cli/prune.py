@@ -22,7 +22,7 @@ from nostall._manager.policies import (
     unseen_metrics,
 )
 from nostall._model.wording import counted
-from nostall._storage.destination import place_of
+from nostall._storage.locations import place_of
 from nostall.errors import NostallError, OptionError
 from nostall.integrity import is_complete, require_no_checkpoint
 from nostall.tier._local import RECORD

@@ -15,7 +15,7 @@ from nostall._commit.manifest import manifest_alone, manifest_of
 from nostall._model.names import METADATA_NAME
 from nostall._model.values import WrittenFile
 from nostall._model.wording import some
-from nostall._storage.places import storage_at
+from nostall._storage.locations import storage_at
 from nostall._storage.port import Files, Stat, leaves_open, may_pass, reason
 from nostall._storage.reading import (
     ChecksumMissing,

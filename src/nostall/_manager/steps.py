@@ -28,7 +28,7 @@ from nostall._manager.contents import About, read_about
 from nostall._model.names import is_metadata_of_one_rank
 from nostall._storage.deadlines import in_time
 from nostall._storage.directories import is_in_use
-from nostall._storage.places import is_address, storage_at
+from nostall._storage.locations import is_address, storage_at
 from nostall._storage.port import how_to_read
 from nostall.errors import (
     DamagedCheckpointError,

@@ -41,7 +41,7 @@ from nostall._save.by_name.plans import NamedGlobalPlan
 from nostall._save.publish import FinishedMetadata, is_unpublished, publish, remove_unpublished
 from nostall._save.written import WrittenItems
 from nostall._storage.deadlines import in_time
-from nostall._storage.places import is_same
+from nostall._storage.locations import is_same
 from nostall.errors import SaveError
 
 if TYPE_CHECKING:

@@ -41,9 +41,9 @@ from nostall._plan.layout import FileNaming, Packing, renamed
 from nostall._plan.structure import OPENERS, KnownStructure, Openers
 from nostall._plan.structure import learn as learn_structure
 from nostall._save.written import expected_results
-from nostall._storage.destination import make_ready, may_hold
+from nostall._storage.deadlines import make_ready, may_hold
 from nostall._storage.directories import Visit, has_failed_in
-from nostall._storage.places import is_address, storage_at
+from nostall._storage.locations import is_address, storage_at
 from nostall._writer.streams import StreamTarget
 from nostall.errors import OptionError
 from nostall.options import StagingMode, WriterOptions, require_switch

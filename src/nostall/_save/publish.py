@@ -35,7 +35,7 @@ from nostall._model.names import (
 from nostall._model.values import RankFiles
 from nostall._storage import directories
 from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
-from nostall._storage.places import storage_at
+from nostall._storage.locations import storage_at
 from nostall._storage.port import Files, may_have
 from nostall._storage.reading import open_to_read, read_metadata
 from nostall._writer.faults import Faults

@@ -55,7 +55,7 @@ from nostall._save.written import (
 )
 from nostall._storage.deadlines import in_time, remove_in_time
 from nostall._storage.directories import Visit
-from nostall._storage.places import storage_at
+from nostall._storage.locations import storage_at
 from nostall.errors import NostallError, OptionError, StagingError
 from nostall.stats import SaveStats, Timeline
 

@@ -37,7 +37,7 @@ from nostall._plan.layout import waves
 from nostall._ranks.failures import await_report, error_of, failure_of, joined, when_done
 from nostall._save.prepared import PreparedSave, SaveTarget
 from nostall._storage.deadlines import remove_in_time
-from nostall._storage.places import is_address, storage_options_of
+from nostall._storage.locations import is_address, storage_options_of
 from nostall._writer.child import import_paths
 from nostall._writer.faults import Faults
 from nostall._writer.files import perform

@@ -24,7 +24,7 @@ from nostall._model.names import AS_SAFETENSORS
 from nostall._model.values import Layout, RankFiles, Share, WrittenFile
 from nostall._ranks.failures import error_of
 from nostall._storage.deadlines import in_time
-from nostall._storage.places import storage_at
+from nostall._storage.locations import storage_at
 from nostall._storage.port import require_file
 from nostall.errors import IncompleteSaveError, SaveTimeoutError, WriteError
 

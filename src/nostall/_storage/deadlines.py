@@ -1,5 +1,8 @@
 """Storage calls of the trainer, with deadlines: each runs on a daemon thread.
 
+Beside :func:`in_time`, those that several stages make: a directory is made, looked at, or files in
+it are removed.
+
 A thread in a system call cannot be ended. If storage hangs, the thread is left behind with what it
 holds until storage answers; an exiting interpreter does not wait for it.
 """
@@ -13,8 +16,10 @@ from functools import partial
 from typing import TypeVar
 
 from nostall._model.threads import is_done, spawn_or_run
-from nostall._storage.unused_files import remove_unnamed
-from nostall.errors import SaveTimeoutError
+from nostall._storage.directories import remove_unnamed
+from nostall._storage.locations import storage_at, why_no_directory
+from nostall._storage.port import may_have
+from nostall.errors import CheckpointExistsError, SaveTimeoutError, WriteError
 
 _log = logging.getLogger("nostall")
 
@@ -80,6 +85,101 @@ def in_time(
         del done  # the frame stays alive with an error's traceback
 
 
+def _settle(done: Future[T], call: Callable[[], T]) -> None:
+    try:
+        result = call()
+    except BaseException as error:  # raised in the waiting thread
+        done.set_exception(error)
+    else:
+        done.set_result(result)
+
+
+def make_ready(
+    place: str,
+    metadata_name: str,
+    others: Sequence[str],
+    *,
+    overwrite: bool,
+    rank: int | None,
+    timeout_s: float,
+) -> bool:
+    """Make a checkpoint directory, and check that it holds no checkpoint that must not be replaced.
+
+    Args:
+        place: The directory, or its address.
+        metadata_name: Name of the metadata file that the save will publish.
+        others: Names of metadata files that it will not replace.
+        overwrite: Whether a checkpoint may be replaced.
+        rank: This rank, for errors.
+        timeout_s: How long storage may take.
+
+    Returns:
+        Whether any of the metadata files may be there.
+
+    Raises:
+        CheckpointExistsError: It holds a checkpoint, and ``overwrite`` is false.
+        WriteError: The directory cannot be made.
+        SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
+    """
+
+    def make() -> bool:
+        storage = storage_at(place)
+        try:
+            storage.make_place()
+        except OSError as error:
+            raise WriteError(
+                f"cannot make the checkpoint directory: {error.strerror}",
+                errno=error.errno,
+                rank=rank,
+                phase="plan",
+                path=place,
+                hint=why_no_directory(place, error.errno),
+            ) from error
+        is_taken = may_have(storage, metadata_name)
+        if is_taken and not overwrite:
+            raise must_stay(place, rank)
+        return is_taken or any(may_have(storage, name) for name in others)
+
+    return in_time(
+        make,
+        timeout_s=timeout_s,
+        doing="making the checkpoint directory",
+        phase="plan",
+        path=place,
+        rank=rank,
+    )
+
+
+def may_hold(
+    place: str, metadata_names: Sequence[str], *, rank: int | None, timeout_s: float
+) -> bool:
+    """Whether a place may hold a checkpoint; true if storage cannot tell.
+
+    Raises:
+        SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
+    """
+    return in_time(
+        lambda: any(map(partial(may_have, storage_at(place)), metadata_names)),
+        timeout_s=timeout_s,
+        doing="looking for an existing checkpoint",
+        phase="plan",
+        path=place,
+        rank=rank,
+    )
+
+
+def must_stay(place: str, rank: int | None) -> CheckpointExistsError:
+    """The error that a place holds a checkpoint that must not be replaced."""
+    return CheckpointExistsError(
+        # Stock's words, which programs look for.
+        "Checkpoint already exists and self.overwrite=False, or storage cannot say that none does",
+        rank=rank,
+        phase="plan",
+        path=place,
+        hint="choose another directory or pass overwrite=True",
+    )
+
+
 def remove_in_time(
     paths: Sequence[str],
     *,
@@ -108,12 +208,3 @@ def remove_in_time(
             timeout_s,
             named,
         )
-
-
-def _settle(done: Future[T], call: Callable[[], T]) -> None:
-    try:
-        result = call()
-    except BaseException as error:  # raised in the waiting thread
-        done.set_exception(error)
-    else:
-        done.set_result(result)

@@ -1,5 +1,7 @@
 """Checkpoint directories in use by this process: files made by its saves, and commits under way.
 
+Also the removal of files that no metadata refers to.
+
 A directory is identified by its resolved path, however it is written and whichever engine a save
 belongs to.
 """
@@ -7,15 +9,20 @@ belongs to.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from weakref import WeakSet, WeakValueDictionary
 
-from nostall._storage.places import identity
-from nostall.errors import SaveTimeoutError
+from nostall._model.names import METADATA_SUFFIX
+from nostall._storage.locations import identity, storage_at
+from nostall._storage.port import Files
+from nostall._storage.reading import open_to_read, read_metadata
+from nostall.errors import NostallError, SaveTimeoutError
 
+_OF_RANK = re.compile(r"__(\d+)_\d+[^/]*\Z")
 _KEPT = 8
 """Finished saves that are remembered; files of earlier ones are removed once they are old."""
 
@@ -102,6 +109,7 @@ _state = _State()
 
 
 def _created(visits: Iterable[Visit]) -> set[str]:
+    # Not in a loop of Python's: other threads add to these sets meanwhile.
     return set[str]().union(*(visit._created for visit in visits))
 
 
@@ -162,6 +170,37 @@ def committing(directory: str, *, timeout_s: float) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def remove_unnamed(paths: Iterable[str]) -> None:
+    """Remove files of a save that has failed, but those that a checkpoint has; errors are ignored.
+
+    A later save may have got the same names. All files stay if metadata cannot be read.
+    """
+    by_place: dict[str, list[str]] = {}
+    for path in paths:
+        place, name = os.path.split(path)
+        by_place.setdefault(place, []).append(name)
+    for place, names in by_place.items():
+        ranks = {found[1] for found in map(_OF_RANK.search, names) if found is not None}
+        with suppress(OSError, NostallError):
+            storage = storage_at(place)
+            metadata = [
+                _content(storage, name)
+                for name in (METADATA_SUFFIX, *(f"__{rank}{METADATA_SUFFIX}" for rank in ranks))
+            ]
+            storage.remove(
+                name for name in names if not any(name.encode() in content for content in metadata)
+            )
+
+
+def _content(storage: Files, name: str) -> bytes:
+    """What a metadata file says: names are in it as they are."""
+    try:
+        with open_to_read(storage, name) as stream:
+            return read_metadata(stream, storage.where(name))
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
 
 
 os.register_at_fork(after_in_child=_state.start_over)

@@ -221,6 +221,16 @@ def how_to_read(error: OSError) -> str:
     return "try again when storage answers"
 
 
+def between(memories: Iterable[memoryview], begin: int, end: int) -> list[memoryview]:
+    """Pieces of memory from one of their bytes to another, as if they were one."""
+    found = []
+    for memory in memories:
+        if part := memory[max(0, begin) : max(0, end)]:
+            found.append(part)
+        begin, end = begin - len(memory), end - len(memory)
+    return found
+
+
 def may_have(files: Files, name: str) -> bool:
     """Whether a file exists; also true if storage cannot tell."""
     try:

@@ -1,12 +1,17 @@
-"""Files on a POSIX file system, written in large positional chunks past the page cache if possible.
+"""A checkpoint in a directory of a POSIX file system: its files, and the commit.
 
 A save changes storage only through this module, and this module only through ``os``, but for
 ``fallocate``: tests replace ``os`` to record operations, or to lose them as in a crash.
 
-All blocks of a file are allocated when it is made. ``O_DIRECT`` requires page-aligned memory,
-offsets and lengths. Images are page-aligned; the last chunk is written with its padding, and the
-file is truncated to its length before fsync. A file system without ``O_DIRECT`` refuses the flag,
-or the first write with ``EINVAL``; the page cache is used then, with the same result.
+Files are written in large positional chunks, past the page cache if possible. All blocks of a file
+are allocated when it is made. ``O_DIRECT`` requires page-aligned memory, offsets and lengths.
+Images are page-aligned; the last chunk is written with its padding, and the file is truncated to
+its length before fsync. A file system without ``O_DIRECT`` refuses the flag, or the first write
+with ``EINVAL``; the page cache is used then, with the same result.
+
+To publish, in this order: write a temporary file, fsync it and the name of a new directory,
+``os.replace``, fsync of the directory. A crash before the replacement leaves the previous content,
+a crash after it leaves the new one.
 """
 
 from __future__ import annotations
@@ -14,17 +19,260 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 
 from nostall._model.jobs import page_aligned
+from nostall._model.names import METADATA_SUFFIX
+from nostall._storage.port import Conflict, Stat, Version, between, may_have, reason, version_of
+from nostall._storage.reading import open_to_read, read_metadata
+from nostall.errors import NotDurableError, ReadError
 
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+"""A new file; existing ones stay. Storage itself is asked: a cache of names can be out of date."""
+_READ_ONLY = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 _NOTHING_WRITTEN = "the system wrote nothing, without an error"
 _NAMES_TRIED = 100
+_WAITS_S = (0.1, 0.4)
+"""Delays between attempts to rename."""
+_REFUSALS = {
+    getattr(errno, name)
+    for name in (
+        *("EACCES", "EPERM", "EROFS", "EXDEV", "ENOSPC", "EDQUOT", "EINVAL", "EISDIR", "ENOTDIR"),
+        *("ENOTEMPTY", "EEXIST", "ENAMETOOLONG", "ELOOP", "EMLINK", "ENOSYS", "ENOTSUP"),
+    )
+}
+"""Errors after which the rename was not done. After any other error it may have been, or may be."""
+
+
+class PosixStorage:
+    """A checkpoint directory; a :class:`~nostall._storage.port.Storage`.
+
+    ``publish`` compares with ``expected`` just before the rename. Between processes this is not
+    atomic: POSIX has no conditional rename.
+
+    Args:
+        directory: The checkpoint directory.
+        sync: Whether to fsync what is put, removed and published.
+        direct: Whether to put files past the page cache.
+    """
+
+    publishes_conditionally = False
+
+    def __init__(self, directory: str, *, sync: bool = True, direct: bool = False) -> None:
+        self._directory, self._sync, self._direct = directory, sync, direct
+
+    def where(self, name: str = "") -> str:
+        return os.path.join(self._directory, name) if name else self._directory
+
+    def make_place(self) -> None:
+        make_directory(self._directory)
+
+    def least_part(self, nbytes: int) -> int:
+        del nbytes
+        return mmap.PAGESIZE
+
+    def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> ImageFile:
+        path = self.where(name)
+        make_directory(os.path.dirname(path))
+        return ImageFile(
+            path,
+            nbytes,
+            root=self._directory,
+            direct=self._direct,
+            sync=self._sync,
+            on_created=on_created,
+        )
+
+    def flush(self) -> None:
+        if self._sync:
+            with suppress(FileNotFoundError):
+                sync_directory(self._directory)
+
+    def open(self, name: str) -> PosixSource:
+        return PosixSource(self.where(name))
+
+    def stat(self, name: str) -> Stat:
+        path = self.where(name)
+        return _stat_of(os.stat(path), path)
+
+    def list(self) -> list[str]:
+        return os.listdir(self._directory)
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.unlink(self.where(name))
+
+    def publish(
+        self,
+        name: str,
+        content: Sequence[bytes],
+        *,
+        expected: Version | None = None,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        final = self.where(name)
+        # Another process that saves to this directory must not publish this file. A crash leaves
+        # it, and nobody looks for random names but a commit, for those of metadata.
+        unique = f".{os.urandom(4).hex()}" if name.endswith(METADATA_SUFFIX) else ""
+        draft = f"{self.where(unique + name)}.tmp"
+        fd = write_draft(draft, content, sync=self._sync)
+
+        def is_there() -> bool:
+            # A file system that renames by copying changes the inode number.
+            if identity_of(final) == identity:
+                return True
+            with open_to_read(self, name) as stream:
+                return read_metadata(stream, final) == b"".join(content)
+
+        try:
+            if self._sync:
+                sync_name(self._directory)
+            before()
+            if expected is not None and version_of(self.stat, name) != expected:
+                raise Conflict(final)
+            identity = identity_of(fd)
+            give_name(final, draft, what="the metadata", is_there=is_there)
+            try:
+                is_ours = is_there()
+            except Exception as error:  # the rename was done
+                raise _unknown(final, "the metadata", error) from error
+            if not is_ours:
+                raise NotDurableError(
+                    "the published metadata is not the metadata of this save",
+                    phase="commit",
+                    path=final,
+                    hint="another process may save to the same directory",
+                )
+        except NotDurableError:  # the files that the metadata may refer to must not be removed
+            raise
+        except BaseException:  # passed on; nothing is published
+            remove_draft(draft, fd)
+            raise
+        finally:
+            close_all([fd])
+        if self._sync:
+            make_name_durable(final, what="the new checkpoint")
+
+
+def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], bool]) -> None:
+    """Rename a file, also if storage reports an error for a rename that it has done.
+
+    After such an error the outcome is unknown, and a look at the directory may show a cached state.
+    A second rename reaches storage itself: it completes the first one, or finds nothing to rename.
+
+    Args:
+        final: The new name; an existing file of this name is replaced.
+        temporary: The present name.
+        what: The published thing, for the error.
+        is_there: Whether the file appears to have the new name already; an error is no answer.
+
+    Raises:
+        OSError: Storage refused; the file does not have the new name.
+        NotDurableError: The outcome is unknown.
+    """
+    doubt: OSError | None = None
+    for wait_s in (*_WAITS_S, None):
+        try:
+            os.replace(temporary, final)
+        except OSError as error:
+            with suppress(Exception):  # of storage, or no memory
+                if is_there():
+                    return
+            is_refused = error.errno in _REFUSALS
+            is_absent = error.errno == errno.ENOENT
+            directory = PosixStorage(os.path.dirname(final))
+            if doubt is None and (is_refused or (is_absent and not may_have(directory, ""))):
+                raise
+            doubt = doubt or error
+            if is_refused or is_absent or wait_s is None:
+                raise _unknown(final, what, doubt, error) from doubt
+            time.sleep(wait_s)
+        else:
+            return
+
+
+def make_name_durable(path: str, *, what: str) -> None:
+    """Fsync the directory of a file that has just got its name; ``what`` is for the error.
+
+    Raises:
+        NotDurableError: That failed, for whatever reason; the file has its name.
+    """
+    try:
+        sync_directory(os.path.dirname(path))
+    except Exception as error:  # no memory, say: the caller must not remove what it has published
+        raise NotDurableError(
+            f"{what} exists, but its name could not be made durable: {reason(error)}",
+            errno=error.errno if isinstance(error, OSError) else None,
+            phase="commit",
+            path=path,
+            hint="it may not survive a power failure; save again when storage answers",
+        ) from error
+
+
+def _unknown(path: str, what: str, *errors: Exception) -> NotDurableError:
+    return NotDurableError(
+        f"cannot determine whether {what} was published: "
+        + ", and then ".join(dict.fromkeys(map(reason, errors))),
+        errno=errors[0].errno if isinstance(errors[0], OSError) else None,
+        phase="commit",
+        path=path,
+        hint="check the directory when storage answers again; another process may save to it",
+    )
+
+
+def write_draft(path: str, content: Sequence[bytes], *, sync: bool) -> int:
+    """Make a file that is to be renamed, and fsync it with ``sync``; an existing one is removed.
+
+    Returns:
+        A descriptor that cannot be read. Until it is closed no other file of this machine can have
+        the same device and inode, even if this one is removed.
+
+    Raises:
+        OSError: The system refused, wrote nothing without an error, or has another file there.
+    """
+    descriptors: list[int] = []
+    try:
+        try:
+            descriptors.append(os.open(path, _NEW, 0o666))
+        except FileExistsError:
+            # Never overwritten: it may be a link to another file, or have another name.
+            os.unlink(path)
+            descriptors.append(os.open(path, _NEW, 0o666))
+        whole, at = memoryview(b"".join(content)), 0
+        while at < len(whole):
+            written = os.pwrite(descriptors[0], whole[at:], at)
+            if written == 0:
+                raise OSError(errno.EIO, _NOTHING_WRITTEN, path)
+            at += written
+        if sync:
+            os.fsync(descriptors[0])
+        descriptors.append(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
+        if identity_of(descriptors[0]) != identity_of(descriptors[1]):
+            raise OSError(errno.ESTALE, "another process has replaced the file", path)
+        # Some file systems store it, or report a full disk, only now.
+        os.close(descriptors.pop(0))
+        return descriptors[0]
+    except BaseException:  # passed on; no caller gets a descriptor
+        if not descriptors:  # storage may have made it although it reported an error
+            remove_empty_files([path])
+        else:
+            remove_draft(path, descriptors[0])
+        close_all(descriptors)
+        raise
+
+
+def remove_draft(path: str, fd: int) -> None:
+    """Remove the file of a descriptor, unless another process has replaced it with its own."""
+    if is_same(fd, path):
+        remove_files([path])
 
 
 class ImageFile:
@@ -36,8 +284,7 @@ class ImageFile:
         root: The directory that :attr:`name` is relative to.
         direct: Whether to bypass the page cache.
         sync: Whether to fsync the finished file.
-        on_created: Called with the name as soon as the file exists, still empty, so that it can be
-            removed if this process dies.
+        on_created: Called with the name as soon as the file exists, still empty.
     """
 
     def __init__(
@@ -50,8 +297,7 @@ class ImageFile:
         sync: bool,
         on_created: Callable[[str], None],
     ) -> None:
-        self._nbytes = nbytes
-        self._sync = sync
+        self._nbytes, self._sync = nbytes, sync
         self._lock = threading.Lock()
         self._path, self._fd = create_new(path)
         self.name = os.path.relpath(self._path, root)
@@ -95,14 +341,11 @@ class ImageFile:
     def finish(self, crc32: int | None = None) -> None:
         """Truncate the file to its length, fsync it if asked, and close it.
 
-        Args:
-            crc32: Not compared: a file system has no checksum.
-
         Raises:
             OSError: The system refused. Some file systems report a full disk or a lost server only
                 at close.
         """
-        del crc32
+        del crc32  # a file system has none to compare
         os.ftruncate(self._fd, self._nbytes)
         if self._sync:
             os.fsync(self._fd)
@@ -117,9 +360,9 @@ class ImageFile:
         """Remove the file unless it is finished; errors are ignored. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            is_there = is_same(fd, self._path)  # and not the file of a later save
+            is_ours = is_same(fd, self._path)  # and not the file of a later save
             close_all([fd])
-            if is_there:
+            if is_ours:
                 remove_files([self._path])
 
     def _set_direct(self, *, direct: bool) -> None:
@@ -134,31 +377,22 @@ class ImageFile:
 def create_new(path: str) -> tuple[str, int]:
     """Open a new file with this path, or a similar one if it exists: existing files stay.
 
-    Storage itself is asked (``O_EXCL``): a cache of names can be out of date.
-
     Returns:
         The file's path and its descriptor.
     """
     root, suffix = os.path.splitext(path)
     for _ in range(_NAMES_TRIED):
         with suppress(FileExistsError):
-            return path, _create(path)
+            return path, os.open(path, _NEW, 0o666)
         path = f"{root}-{os.urandom(4).hex()}{suffix}"
-    return path, _create(path)
-
-
-def _create(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    return path, os.open(path, _NEW, 0o666)
 
 
 def _preallocate(fd: int, nbytes: int) -> None:
-    """Allocate a file's blocks and set its length, where supported.
+    """Allocate a file's blocks and set its length, where supported; ``OSError`` without space.
 
     A full disk is reported early. Direct writes beyond the end of a file wait for each other;
     writes inside it do not (ext4, XFS).
-
-    Raises:
-        OSError: There is not enough space.
     """
     if not nbytes:
         return
@@ -174,6 +408,56 @@ def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     return libc
+
+
+class PosixSource:
+    """A regular file, opened for reading.
+
+    Raises:
+        ReadError: The path is something else: a pipe would block, a device may have no end.
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._fd = os.open(path, _READ_ONLY)
+        except FileNotFoundError:
+            # With NFS a host that has looked before another one made the file remembers for up to a
+            # minute that there is none. A listing asks the server.
+            directory, name = os.path.split(path)
+            names: list[str] = []
+            with suppress(OSError):
+                names = os.listdir(directory)
+            if name not in names:
+                raise
+            self._fd = os.open(path, _READ_ONLY)
+        try:
+            self.stat = _stat_of(os.fstat(self._fd), path)
+        except BaseException:  # passed on; no caller gets an object to close
+            self.close()
+            raise
+
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        total, done = sum(map(len, memories)), 0
+        while done < total:
+            left = between(memories, done, total) if done else memories
+            nbytes = os.preadv(self._fd, left, offset + done)
+            if not nbytes:
+                break
+            done += nbytes
+        return done
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _stat_of(status: os.stat_result, path: str) -> Stat:
+    if not stat.S_ISREG(status.st_mode):
+        raise ReadError("not a regular file", errno=errno.EINVAL, phase="read", path=path)
+    version = Version(f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}")
+    return Stat(status.st_size, version, status.st_mtime, max(status.st_mtime, status.st_ctime))
 
 
 def make_directory(path: str) -> None:
@@ -197,21 +481,9 @@ def make_directory(path: str) -> None:
 
 
 def identity_of(path: str | int) -> tuple[int, int]:
-    """Device and inode of a path or descriptor.
-
-    Raises:
-        OSError: It does not exist.
-    """
+    """Device and inode of a path or descriptor; ``OSError`` if it does not exist."""
     status = os.stat(path)
     return status.st_dev, status.st_ino
-
-
-def has_identity(path: str, identity: tuple[int, int]) -> bool:
-    """Whether the path has this device and inode; false if that is unknown."""
-    try:
-        return identity_of(path) == identity
-    except OSError:
-        return False
 
 
 def is_same(one: str | int, other: str) -> bool:
@@ -220,63 +492,6 @@ def is_same(one: str | int, other: str) -> bool:
         return identity_of(one) == identity_of(other)
     except OSError:
         return False
-
-
-def write_draft(path: str, content: Sequence[bytes], *, sync: bool) -> int:
-    """Make a file that is to be renamed; an existing file of that path is removed first.
-
-    Args:
-        path: Its path.
-        content: In pieces.
-        sync: Whether to fsync it.
-
-    Returns:
-        A descriptor that cannot be read. Until it is closed no other file of this machine can have
-        the same device and inode, even if this one is removed.
-
-    Raises:
-        OSError: The system refused, wrote nothing without an error, or has another file there.
-    """
-    descriptors: list[int] = []
-    try:
-        try:
-            descriptors.append(_create(path))
-        except FileExistsError:
-            # Never overwritten: it may be a link to another file, or have another name.
-            os.unlink(path)
-            descriptors.append(_create(path))
-        whole, at = memoryview(b"".join(content)), 0
-        while at < len(whole):
-            written = os.pwrite(descriptors[0], whole[at:], at)
-            if written == 0:
-                raise OSError(errno.EIO, _NOTHING_WRITTEN, path)
-            at += written
-        if sync:
-            os.fsync(descriptors[0])
-        descriptors.append(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
-        if identity_of(descriptors[0]) != identity_of(descriptors[1]):
-            raise OSError(errno.ESTALE, "another process has replaced the file", path)
-        # Some file systems store it, or report a full disk, only now.
-        os.close(descriptors.pop(0))
-        return descriptors[0]
-    except BaseException:  # passed on; no caller gets a descriptor
-        if not descriptors:  # storage may have made it although it reported an error
-            remove_empty_files([path])
-        else:
-            remove_draft(path, descriptors[0])
-        close_all(descriptors)
-        raise
-
-
-def remove_draft(path: str, fd: int) -> None:
-    """Remove the file of a descriptor, unless another process has replaced it with its own."""
-    if is_same(fd, path):
-        remove_files([path])
-
-
-def replace_file(path: str, by: str) -> None:
-    """Rename ``by`` to ``path``; at every moment a file of that path exists."""
-    os.replace(by, path)
 
 
 def keep_mode_and_owner(path: str, of: str) -> None:
@@ -315,14 +530,10 @@ def sync_name(directory: str) -> None:
         sync_directory(os.path.dirname(os.path.realpath(directory)))
 
 
-def remove_file(path: str) -> None:
-    """Remove a file if it exists."""
-    with suppress(FileNotFoundError):
-        os.unlink(path)
-
-
 class HeldDirectory:
     """A directory that is opened once: what gets its name meanwhile is not touched.
+
+    Its methods are those of :class:`~nostall._storage.port.Files`.
 
     Args:
         path: Its path, which must not be a symbolic link.
@@ -337,11 +548,9 @@ class HeldDirectory:
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def list(self) -> list[str]:
-        """The names in it."""
         return os.listdir(self._fd)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files if they exist."""
         for name in names:
             try:
                 os.unlink(name, dir_fd=self._fd)
@@ -352,7 +561,6 @@ class HeldDirectory:
                 raise
 
     def flush(self) -> None:
-        """Make that durable."""
         os.fsync(self._fd)
 
     def remove_place(self) -> None:
@@ -362,19 +570,17 @@ class HeldDirectory:
         sync_directory(os.path.dirname(self._path))
 
     def close(self) -> None:
-        """Close it."""
         os.close(self._fd)
 
 
 def remove_files(paths: Iterable[str]) -> None:
-    """Remove files that will never be committed; errors are ignored."""
+    """Remove files that will never be committed.
+
+    Errors are ignored: the failure before is the one to report, and a leftover only takes room.
+    """
     for path in paths:
-        try:
+        with suppress(OSError):
             os.unlink(path)
-        except OSError:
-            # The failure being cleaned up after is the one to report; a leftover file only takes
-            # room.
-            continue
 
 
 def remove_empty_files(paths: Iterable[str]) -> None:

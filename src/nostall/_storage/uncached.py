@@ -27,7 +27,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from nostall._storage.posix_files import PosixFiles, PosixSource, between
+from nostall._storage.port import between
+from nostall._storage.posix import PosixSource, PosixStorage
 
 _PAGE_NBYTES = mmap.PAGESIZE
 _LEAST_NBYTES = 256 << 10
@@ -45,7 +46,7 @@ _CACHESTAT = 451
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-class UncachedFiles(PosixFiles):
+class UncachedFiles(PosixStorage):
     """A checkpoint directory whose files are read by one process of this host, and once.
 
     What several processes read is better read through the page cache: one of them fills it. Memory

@@ -36,7 +36,7 @@ from nostall._model.jobs import (
     page_aligned,
 )
 from nostall._model.threads import work_together
-from nostall._storage.places import is_address
+from nostall._storage.locations import is_address
 from nostall._storage.port import Files, Upload, may_pass
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image

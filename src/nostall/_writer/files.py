@@ -19,9 +19,9 @@ from nostall._model.jobs import (
     RankWritten,
     WriteJob,
 )
-from nostall._storage.places import is_address, storage_at, take_storage_options
+from nostall._storage.directories import remove_unnamed
+from nostall._storage.locations import is_address, storage_at, take_storage_options
 from nostall._storage.port import Files, require_file
-from nostall._storage.unused_files import remove_unnamed
 from nostall._writer.chunks import write_images
 from nostall._writer.faults import Faults
 from nostall._writer.images import Image

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from nostall._engine import default_engine
 from nostall._storage.deadlines import in_time
-from nostall._storage.posix_storage import PosixStorage
+from nostall._storage.posix import PosixStorage
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError
 from nostall.integrations._saves import Removals, Saves, missing

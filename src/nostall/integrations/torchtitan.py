@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nostall._model.threads import is_done
-from nostall._storage.posix_files import PosixFiles
+from nostall._storage.posix import PosixStorage
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations._saves import missing
 
@@ -95,7 +95,7 @@ class NostallCheckpointManager(_titan.CheckpointManager):  # type: ignore[misc,n
         is_saving = self.save_future is not None and not is_done(self.save_future)
         keep = self.keep_latest_k - is_saving  # at least 1, as torchtitan asks for 2
         for _, path in self._committed()[:-keep]:
-            files = PosixFiles(path)
+            files = PosixStorage(path)
             files.remove(_METADATA)  # first: no crash leaves an incomplete one with metadata
             files.flush()
             self.purge_queue.put(path)

@@ -30,9 +30,8 @@ from nostall._model import checksum
 from nostall._model.jobs import Failure, page_aligned
 from nostall._model.names import METADATA_NAME, is_draft, is_ours_to_remove
 from nostall._model.values import WrittenFile
-from nostall._storage.places import is_address, storage_at, take_storage_options
+from nostall._storage.locations import is_address, storage_at, take_storage_options
 from nostall._storage.port import reason
-from nostall._storage.posix import replace_file
 from nostall._storage.reading import crc32_of_file, open_to_read, read_metadata
 from nostall._writer.messages import Answer, Message, send
 from nostall._writer.parent import ignore_signals, make_importable, messages_from_parent, say_ready
@@ -141,7 +140,7 @@ class Copier:
                 self._on_progress(self._written_nbytes, total_nbytes)
             upload.finish(file.crc32)
         if not is_store:
-            replace_file(storage.where(file.name), by=storage.where(upload.name))
+            os.replace(storage.where(upload.name), storage.where(file.name))
 
     def content(self, name: str = METADATA_NAME) -> bytes | None:
         """A metadata file at the destination; ``None`` if it does not exist."""

@@ -17,8 +17,7 @@ from typing import Any
 
 from nostall._model import checksum
 from nostall._model.names import METADATA_NAME, is_ours_to_remove, is_shard_name
-from nostall._storage.posix import HeldDirectory
-from nostall._storage.posix_storage import PosixStorage
+from nostall._storage.posix import HeldDirectory, PosixStorage
 
 RECORD, LOCK = ".nostall-tier", ".nostall-tier.lock"
 _MOST_RECORD_NBYTES, _MOST_PROMOTED = 1 << 20, 500

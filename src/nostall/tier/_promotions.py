@@ -21,8 +21,7 @@ from nostall._queue.ending import end_with_a_loss, finish_all_at_exit
 from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import error_of, failure_of
 from nostall._storage.deadlines import in_time
-from nostall._storage.destination import local_tier_of, place_of
-from nostall._storage.places import is_address, storage_options_of
+from nostall._storage.locations import is_address, local_tier_of, place_of, storage_options_of
 from nostall._writer.child import ChildProcess, bare_arguments, import_paths
 from nostall._writer.messages import Message
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError

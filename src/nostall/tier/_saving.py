@@ -21,7 +21,7 @@ from nostall._save.prepared import SaveTarget, WriterSettings
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.split_save import SplitSave
 from nostall._save.written import WrittenItems
-from nostall._storage.destination import may_hold, must_stay
+from nostall._storage.deadlines import may_hold, must_stay
 from nostall._storage.directories import is_in_use
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
 from nostall.options import require_integer, require_switch

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from nostall._model.jobs import page_aligned
-from nostall._storage.port import Conflict, Stat, Version, may_pass, reason
-from nostall._storage.posix_files import between
+from nostall._storage.port import Conflict, Stat, Version, between, may_pass, reason
 from nostall.errors import NotDurableError
 
 if TYPE_CHECKING:

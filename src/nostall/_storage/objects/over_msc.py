@@ -16,8 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
-from nostall._storage.port import Conflict, Stat, Version, version_of
-from nostall._storage.posix_files import between
+from nostall._storage.port import Conflict, Stat, Version, between, version_of
 from nostall.errors import OptionError
 
 

@@ -20,8 +20,7 @@ from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
-from nostall._storage.port import ABSENT, Conflict, Stat, Version, version_of
-from nostall._storage.posix_files import between
+from nostall._storage.port import ABSENT, Conflict, Stat, Version, between, version_of
 from nostall.errors import OptionError
 
 _log = logging.getLogger("nostall")
