@@ -32,7 +32,7 @@ from nostall._model.threads import is_done, spawn_in_torch, uninterrupted
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.failures import CANCEL_TIMEOUT_S, joined, when_done
-from nostall._writer.handle import WriterProcess
+from nostall._writer.child import WriterProcess
 from nostall.errors import OptionError, SaveAbortedError
 from nostall.options import EngineOptions
 
@@ -55,7 +55,7 @@ class Engine:
         self.placements: dict[Any, Placement] = {}
         """Places of staged payloads in their images, by structure and options."""
         self.faults = b""
-        """Faults for saves that start now, see ``nostall._writer.faults``; set by tests only."""
+        """Faults for saves that start now, see ``nostall._writer.shared``; set by tests only."""
         self.under_way = UnderWay()
         """Progress of the saves that use this engine."""
         self._cancellable: set[tuple[str, threading.Event]] = set()

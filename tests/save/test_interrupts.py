@@ -87,7 +87,7 @@ PLACES = [
     "nostall._memory.snapshot:_places",
     "nostall._save.snapshot:job_of",
     "nostall._engine:when_done",
-    "nostall._writer.handle:WriterProcess.submit",
+    "nostall._writer.child:WriterProcess.submit",
     "nostall._engine:Engine.submit",
 ]
 

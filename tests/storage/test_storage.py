@@ -34,7 +34,7 @@ from nostall._save.split_save import SplitSave
 from nostall._storage import posix
 from nostall._storage.posix import PosixStorage
 from nostall._writer.files import perform
-from nostall._writer.images import WholeImage
+from nostall._writer.shared import WholeImage
 from nostall.core import AsyncCallsQueue
 from nostall.errors import WriteError
 from nostall.filesystem_async import FileSystemWriterAsync

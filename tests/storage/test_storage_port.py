@@ -17,9 +17,7 @@ from nostall._model.jobs import FileImage, SealTable, WriteJob
 from nostall._storage.port import Conflict, Storage
 from nostall._storage.posix import PosixStorage
 from nostall._writer.chunks import write_images
-from nostall._writer.faults import Faults
-from nostall._writer.images import WholeImage
-from nostall._writer.position import Position
+from nostall._writer.shared import Faults, Position, WholeImage
 from nostall.errors import NotDurableError, WriteError
 from support import storage_contract
 from support.memory_storage import MemoryStorage

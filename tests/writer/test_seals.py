@@ -18,8 +18,8 @@ from nostall._model.jobs import (
     SealTable,
 )
 from nostall._writer import seals
-from nostall._writer.images import Window
 from nostall._writer.seals import Payloads, plan_chunks
+from nostall._writer.shared import Window
 from support.sealing import seal_patches
 
 # --- checksums ------------------------------------------------------------------------------------

@@ -163,4 +163,4 @@ class WriteJob(NamedTuple):
     storage_options: str = "{}"
     """The user's options for the client of the directory's bucket, as JSON."""
     faults: bytes = b""
-    """Faults that tests have asked for, see ``nostall._writer.faults``."""
+    """Faults that tests have asked for, see ``nostall._writer.shared``."""

@@ -38,7 +38,7 @@ from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_tim
 from nostall._storage.locations import storage_at
 from nostall._storage.port import Files, may_have
 from nostall._storage.reading import open_to_read, read_metadata
-from nostall._writer.faults import Faults
+from nostall._writer.shared import Faults
 from nostall.errors import (
     NotDurableError,
     ReadError,

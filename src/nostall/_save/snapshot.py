@@ -39,9 +39,8 @@ from nostall._save.prepared import PreparedSave, SaveTarget
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.locations import is_address, storage_options_of
 from nostall._writer.child import import_paths
-from nostall._writer.faults import Faults
 from nostall._writer.files import perform
-from nostall._writer.images import WholeImage
+from nostall._writer.shared import Faults, WholeImage
 from nostall._writer.streams import StreamTarget
 from nostall.errors import NostallError, SaveAbortedError, StagingError
 

@@ -39,7 +39,7 @@ from nostall._model.values import ItemShape, Layout
 from nostall._plan.items import plan_rank
 from nostall._ranks.failures import error_of, failure_of
 from nostall._save.prepared import PreparedSave, WriterSettings
-from nostall._writer.faults import Faults
+from nostall._writer.shared import Faults
 from nostall.errors import StagingError
 from nostall.stats import Timeline
 

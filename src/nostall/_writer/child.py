@@ -1,5 +1,7 @@
 """The trainer's side of a background process: start it, send requests, receive how each one ended.
 
+A :class:`WriterProcess` is the one that writes; other kinds run functions, or promote.
+
 One daemon thread per process receives answers and settles futures. Every wait is a
 ``Future.result`` with three exits: the answer, the failure that the process died, or the caller's
 deadline.
@@ -20,16 +22,32 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.spawn import get_executable
 from pathlib import Path
-from typing import Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 
 import psutil
 
 from nostall._model import checksum
-from nostall._model.jobs import Failure
+from nostall._model.jobs import Failure, RankFailed, RankReport, WriteJob
 from nostall._model.threads import is_done, spawn, uninterrupted
-from nostall._writer.messages import Answer, Message, Ready, Receiver, send
+from nostall._storage.deadlines import remove_in_time
+from nostall._storage.posix import remove_empty_files
+from nostall._writer.messages import (
+    Answer,
+    Cancel,
+    Created,
+    MapBlock,
+    Message,
+    Progress,
+    Ready,
+    Receiver,
+    UnmapBlock,
+    send,
+)
 from nostall._writer.parent import STARTED
 from nostall.errors import ProtocolError, WriterDiedError
+
+if TYPE_CHECKING:  # a worker process says that it is ready before it imports torch
+    from nostall._memory.arena import Lease
 
 _SEND_TIMEOUT_S = 60.0
 """A child reads its socket all the time; one that does not for this long is stopped or broken."""
@@ -108,7 +126,7 @@ class ChildProcess(Generic[T]):
         self.user = os.geteuid()
         """The effective user as which it runs."""
         try:
-            self._socket, self._process = _started(self._program, command)
+            self._socket, self._process = _start(self._program, command)
         except OSError as error:
             raise WriterDiedError(
                 f"the {self.kind} could not be started: {error.strerror or error}",
@@ -222,13 +240,11 @@ class ChildProcess(Generic[T]):
         return future
 
     def _send(self, messages: Iterable[Addressed]) -> None:
-        """Send messages without others in between; a process that does not take them is killed.
-
-        They are also made under the send lock: what was sent before does not change in between.
-        """
+        """Send messages without others in between; a process that does not take them is killed."""
         try:
             with self._send_lock:
-                self._send_waiting()
+                while self._later:
+                    send(self._socket, self._later.popleft())
                 for message, descriptors in messages:
                     send(self._socket, message, descriptors)
         except ConnectionError:
@@ -242,15 +258,12 @@ class ChildProcess(Generic[T]):
         with uninterrupted():
             if self._send_lock.acquire(blocking=False):
                 try:
-                    self._send_waiting()
+                    while self._later:
+                        send(self._socket, self._later.popleft())
                 except OSError:  # the next sender detects it, and kills the process
                     return
                 finally:
                     self._send_lock.release()
-
-    def _send_waiting(self) -> None:
-        while self._later:
-            send(self._socket, self._later.popleft())
 
     def _receive(self) -> None:
         """The receiving thread: settle futures until the process is gone, then fail the others."""
@@ -273,7 +286,8 @@ class ChildProcess(Generic[T]):
     def _take(self, message: Message) -> None:
         match message:
             case Ready():
-                self._note_ready()
+                if not self._ready.done():
+                    self._ready.set_result(None)
             case Answer():
                 with self._lock:
                     waiting = self._waiting.pop(message.job, None)
@@ -281,10 +295,6 @@ class ChildProcess(Generic[T]):
                     waiting.future.set_result(message.outcome)
             case _:
                 self._handle_event(message)
-
-    def _note_ready(self) -> None:
-        if not self._ready.done():
-            self._ready.set_result(None)
 
     def _settle_rest(self) -> None:
         try:
@@ -299,7 +309,8 @@ class ChildProcess(Generic[T]):
         with self._lock:
             rest = list(self._waiting.values())
             self._waiting.clear()
-        self._note_ready()
+        if not self._ready.done():
+            self._ready.set_result(None)
         self._socket.close()
         assert self._death is not None  # recorded above at the latest
         for waiting in rest:
@@ -337,6 +348,100 @@ class ChildProcess(Generic[T]):
             self._receiver.join(_SETTLE_TIMEOUT_S if has_ended else 0)
 
 
+class _Written(NamedTuple):
+    """What a writer process has of a job until it answers."""
+
+    lease: Lease
+    created: list[str]
+    """Paths of the files that it has made."""
+
+
+class WriterProcess(ChildProcess[RankReport]):
+    """A process that writes file images to storage and never imports torch."""
+
+    kind = "writer process"
+
+    def __init__(
+        self,
+        *,
+        cpu_priority: int | None,
+        io_priority: int | None,
+        send_timeout_s: float,
+        on_progress: Callable[[str, int], None],
+        on_created: Callable[[str, str], None],
+    ) -> None:
+        self._on_progress = on_progress
+        self._on_created = on_created
+        self._mapped: set[int] = set()
+        """Identifiers of the blocks that the process has received."""
+        super().__init__(
+            bare_arguments("nostall._writer.main"),
+            cpu_priority=cpu_priority,
+            io_priority=io_priority,
+            send_timeout_s=send_timeout_s,
+        )
+
+    def submit(self, job: WriteJob, lease: Lease) -> Future[RankReport]:
+        """Submit a job.
+
+        Args:
+            job: The files to write; their images must not change before the future is done.
+            lease: On the arena block with the images; kept until the process has answered.
+
+        Returns:
+            A future that always ends: with the writer's report, or with a failure if the process
+            dies. The job's files are removed then.
+        """
+        created: list[str] = []
+
+        def on_death(failure: Failure) -> RankReport:
+            remove_in_time(sorted(created))
+            paths = [os.path.join(job.directory, image.name) for image in job.files]
+            remove_empty_files(paths)  # made last, and not reported
+            return RankFailed(
+                rank=job.rank, failure=failure._replace(path=paths[0] if paths else job.directory)
+            )
+
+        block = lease.block
+        messages: list[Addressed] = [(job, ())]
+        if block.id not in self._mapped:
+            # Nobody else submits a job in this block before it is sent: the lease is this save's.
+            self._mapped.add(block.id)
+            messages.insert(0, (MapBlock(block.id, block.nbytes), (block.fd,)))
+        return self._ask(job.job, on_death, messages, holds=_Written(lease, created))
+
+    def unanswered(self, save: str) -> dict[str, Future[RankReport]]:
+        """The unanswered jobs of a save, and their futures."""
+        with self._lock:
+            return {
+                job: waiting.future
+                for job, waiting in self._waiting.items()
+                if job.startswith(f"{save}/")
+            }
+
+    def cancel(self, save: str) -> None:
+        """Ask the process to drop the jobs of a save; they are answered as aborted."""
+        self._send((Cancel(job), ()) for job in self.unanswered(save))
+
+    def forget(self, block_id: int) -> None:
+        """Let the process unmap a block that the arena has freed."""
+        if block_id in self._mapped and self.alive:
+            self._mapped.discard(block_id)
+            self._send_later(UnmapBlock(block_id))
+
+    def _handle_event(self, message: Message) -> None:
+        match message:
+            case Progress():
+                self._on_progress(message.job, message.nbytes)
+            case Created():
+                waiting = self._waiting.get(message.job)
+                if waiting is not None and isinstance(waiting.holds, _Written):
+                    waiting.holds.created.append(message.path)
+                    self._on_created(message.job, message.path)
+            case _:
+                super()._handle_event(message)
+
+
 def _interpreter(kind: str) -> str:
     """The program that runs a background process.
 
@@ -356,8 +461,8 @@ def _interpreter(kind: str) -> str:
     )
 
 
-def _started(program: str, command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """A new process and our end of its socket."""
+def _start(program: str, command: Sequence[str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a process; returns our end of its socket, too."""
     ours, theirs = socket.socketpair()
     with theirs:
         try:

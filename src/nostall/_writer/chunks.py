@@ -38,10 +38,8 @@ from nostall._model.jobs import (
 from nostall._model.threads import work_together
 from nostall._storage.locations import is_address
 from nostall._storage.port import Files, Upload, may_pass
-from nostall._writer.faults import Faults
-from nostall._writer.images import Image
-from nostall._writer.position import Position
 from nostall._writer.seals import Payloads, plan_chunks
+from nostall._writer.shared import Faults, Image, Position
 
 _BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 4

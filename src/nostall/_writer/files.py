@@ -23,9 +23,7 @@ from nostall._storage.directories import remove_unnamed
 from nostall._storage.locations import is_address, storage_at, take_storage_options
 from nostall._storage.port import Files, require_file
 from nostall._writer.chunks import write_images
-from nostall._writer.faults import Faults
-from nostall._writer.images import Image
-from nostall._writer.position import Cancelled, Position
+from nostall._writer.shared import Cancelled, Faults, Image, Position
 from nostall._writer.streams import StreamFiles, StreamTarget
 
 

@@ -25,7 +25,6 @@ from nostall._model.checksum import use_fastest_from
 from nostall._model.jobs import RankFailed, RankReport, WriteJob, page_aligned
 from nostall._storage.posix import close_all
 from nostall._writer.files import describe, perform
-from nostall._writer.images import WholeImage
 from nostall._writer.messages import (
     Answer,
     Cancel,
@@ -42,7 +41,7 @@ from nostall._writer.parent import (
     messages_from_parent,
     say_ready,
 )
-from nostall._writer.position import Cancelled
+from nostall._writer.shared import Cancelled, WholeImage
 from nostall._writer.streams import StreamTarget
 from nostall.errors import ProtocolError
 

@@ -75,19 +75,14 @@ class Answer(NamedTuple):
     outcome: Any
 
 
-def encode(message: Message, descriptors: int = 0) -> bytes:
-    """The bytes of one message that carries this many descriptors."""
-    body = pickle.dumps(message)
-    return _HEADER.pack(_MAGIC, descriptors, len(body)) + body
-
-
 def send(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = ()) -> None:
     """Send one message, with the descriptors attached to its first byte.
 
     Raises:
         OSError: The peer is gone, or did not read within the socket's timeout.
     """
-    raw = memoryview(encode(message, len(descriptors)))
+    body = pickle.dumps(message)
+    raw = memoryview(_HEADER.pack(_MAGIC, len(descriptors), len(body)) + body)
     sent = socket.send_fds(sock, [raw[: _HEADER.size]], list(descriptors)) if descriptors else 0
     sock.sendall(raw[sent:])
 

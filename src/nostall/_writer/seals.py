@@ -16,7 +16,7 @@ from typing import NamedTuple
 from nostall._model import checksum
 from nostall._model.checksum import Sealer, combine
 from nostall._model.jobs import SealTable
-from nostall._writer.images import Window
+from nostall._writer.shared import Window
 
 _WORTH_JOINING_NBYTES = 64 << 10
 """From this size on, combining a payload's CRC is faster than computing it again."""

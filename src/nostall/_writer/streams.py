@@ -22,10 +22,8 @@ from typing import IO, Any, NamedTuple, Protocol
 from nostall._model.jobs import FileImage, FileReceipt, WriteJob, WriteWork
 from nostall._model.threads import work_together
 from nostall._storage.posix import create_new
-from nostall._writer.faults import Faults
-from nostall._writer.images import Image
-from nostall._writer.position import Position
 from nostall._writer.seals import Payloads, plan_chunks
+from nostall._writer.shared import Faults, Image, Position
 
 
 class StreamTransform(Protocol):
