@@ -25,7 +25,7 @@ from nostall import _torch
 from nostall._commit.local_plans import LocalPlans
 from nostall._commit.metadata import PLANS_KEY, load_metadata
 from nostall._commit.publication import complete_metadata, publication_of
-from nostall._commit.results import in_columns
+from nostall._commit.results import ResultColumns, in_columns
 from support.indexes import metadata, small
 
 
@@ -119,7 +119,7 @@ def test_equal_sizes_are_one_object() -> None:
 def test_it_leaves_no_objects_behind() -> None:
     """A coordinator keeps results as columns, in a tenth of the memory."""
     publication = publication_of(in_a_save(tall(2, 3)))
-    assert "in_full" not in vars(publication.storage_data)
+    assert all(isinstance(each, ResultColumns) for each in publication.places)
 
 
 def test_changed_places_are_pickled() -> None:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 import nostall
-import nostall._commit.stored_items  # before inputs, which must not import anything
+import nostall._commit.metadata  # before inputs, which must not import anything
 import nostall.cached_metadata_filesystem_reader
 import nostall.integrity
 from nostall._commit.index import WrittenIndex

@@ -96,7 +96,7 @@ def read_description(files: Files, *, with_items: bool) -> Description:
     with open_to_read(files, METADATA_NAME) as stream:
         manifest = manifest_of(stream, path=path)
         if with_items or manifest is None:
-            from nostall._commit.stored_items import extents_in
+            from nostall._commit.metadata import extents_in
 
             extents, note = extents_in(stream, path=path, is_confirmed=manifest is not None)
     if manifest is None:

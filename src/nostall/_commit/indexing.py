@@ -29,7 +29,7 @@ from nostall._commit.index import (
 )
 from nostall._commit.manifest import DAMAGED_HINT, Manifest, index_alone
 from nostall._commit.metadata_pickle import HINT
-from nostall._commit.results import ResultColumns, StorageData, columns_of
+from nostall._commit.results import ResultColumns, columns_of, parts_of
 from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 
 Entries: TypeAlias = dict[str, TensorStorageMetadata | BytesStorageMetadata]
@@ -74,7 +74,7 @@ class _Indexing:
         self._located = defaultdict[str, dict[tuple[int, ...] | None, int]](dict)
         """Numbers of places, by name and offset."""
         transforms: set[tuple[str, ...] | None] = set()
-        for part in places.parts if isinstance(places, StorageData) else [places]:
+        for part in parts_of(places):
             columns = part if isinstance(part, ResultColumns) else columns_of(part.items())
             if columns is None:
                 raise InvalidIndexError("places of an unusual form")

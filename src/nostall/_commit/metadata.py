@@ -1,4 +1,4 @@
-"""DCP's metadata, read through an allow-list.
+"""DCP's metadata, read through an allow-list, and where its items are in the files.
 
 ``.metadata`` is a pickle, and a pickle can run any code. nostall reads it with
 :mod:`nostall._commit.metadata_pickle`, which resolves only the classes of DCP metadata, and then
@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -30,12 +31,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
+from nostall._commit.index import ItemIndex
+from nostall._commit.indexing import entries_and_places, read_index
 from nostall._commit.local_plans import LocalPlans
-from nostall._commit.manifest import DAMAGED_HINT
+from nostall._commit.manifest import DAMAGED_HINT, split
 from nostall._commit.metadata_pickle import NAMES, unpickle
 from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
-from nostall.errors import UntrustedMetadataError
+from nostall._storage.reading import read_metadata
+from nostall.errors import (
+    DamagedCheckpointError,
+    ReadError,
+    UnknownMetadataError,
+    UntrustedMetadataError,
+)
 
 PLANS_KEY = "nostall.all_local_plans"
 
@@ -230,6 +239,80 @@ def referenced_files(content: bytes, *, path: str) -> set[str]:
     return {
         os.path.normpath(name) for name in names if isinstance(name, str) and is_shard_name(name)
     }
+
+
+def extents_in(
+    stream: BinaryIO, *, path: str, is_confirmed: bool
+) -> tuple[Mapping[str, Sequence[Extent]], str | None]:
+    """The items in a ``.metadata`` file, by the file that they are in.
+
+    Args:
+        stream: The file.
+        path: For errors.
+        is_confirmed: Whether the manifest has confirmed the bytes. Then metadata that cannot be
+            used does not raise.
+
+    Returns:
+        The items; and ``None``, or why no items are returned for confirmed metadata.
+
+    Raises:
+        UnknownMetadataError: The metadata is not understood, and not confirmed.
+        UntrustedMetadataError: The metadata is malformed and not confirmed; or the index is.
+        DamagedCheckpointError: The metadata is damaged, or an item has no location, and the
+            metadata is not confirmed; or the index and the pickle describe different items.
+        OSError: The file cannot be read.
+    """
+    indexed = read_index(stream, path=path)
+    try:
+        pickled, _ = split(_content_of(stream, path), path=path)
+        metadata = load_metadata(pickled, path=path)
+        extents = _extents(metadata, path)
+    except (DamagedCheckpointError, UntrustedMetadataError) as error:
+        if not is_confirmed:
+            raise
+        return {}, error.message
+    if indexed is not None:
+        _require_agreement(indexed[0], metadata, path)
+    return extents, None
+
+
+def _content_of(stream: BinaryIO, path: str) -> bytes:
+    try:
+        return read_metadata(stream, path)
+    except ReadError as error:
+        raise UnknownMetadataError(error.message, phase="read", path=path) from error
+
+
+def _extents(metadata: Metadata, path: str) -> Mapping[str, list[Extent]]:
+    """Locations of the items of a checkpoint, by file."""
+    missing = set(planned_indices(metadata)).difference(metadata.storage_data or ())
+    if missing:
+        named = sorted({str(index.fqn) for index in missing})[:3]
+        raise DamagedCheckpointError(
+            f"it has no location for {len(missing)} of its items, among them {named}",
+            phase="verify",
+            path=path,
+            hint=DAMAGED_HINT,
+        )
+    by_file: dict[str, list[Extent]] = defaultdict(list)
+    for extent in extents_of(metadata, path=path):
+        by_file[extent.file].append(extent)
+    return by_file
+
+
+def _require_agreement(index: ItemIndex, metadata: Metadata, path: str) -> None:
+    """Require that the index and the pickle describe the same items and places."""
+    try:
+        said = entries_and_places(index, path=path)
+    except UnknownMetadataError:  # but this torch knows all that the pickle has
+        said = None
+    if said != (metadata.state_dict_metadata, metadata.storage_data):
+        raise DamagedCheckpointError(
+            "its index and its pickle describe different items",
+            phase="verify",
+            path=path,
+            hint=DAMAGED_HINT,
+        )
 
 
 def _with_plans_restored(metadata: Metadata) -> Metadata:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -45,6 +45,9 @@ from nostall._commit.results import (
     ResultsReference,
     StorageData,
     in_columns,
+    made,
+    parts_of,
+    renamed,
     token_of,
 )
 from nostall._model import checksum
@@ -80,13 +83,19 @@ class Publication:
 
     program: tuple[bytes, ...]
     """The pickle, in pieces, without its STOP instruction."""
-    storage_data: StorageData
+    places: tuple[Places, ...]
+    """Of each rank's items."""
     files: frozenset[str]
     """Names of the shard files."""
     is_renamable: bool
     """Whether no item is named like a file; otherwise the pickle may have one text for both."""
     index: WrittenIndex | None
     """Of the items; ``None`` if it cannot represent all that the metadata says."""
+
+    @property
+    def storage_data(self) -> StorageData:
+        """``Metadata.storage_data``, for somebody who may change it."""
+        return StorageData(self.places)
 
     @cached_property
     def nbytes(self) -> int:
@@ -103,18 +112,6 @@ class Publication:
         rest = pickle.dumps({"storage_meta": storage_meta}, protocol=PROTOCOL)
         return (*self.program, rest[PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies have bytes of their own."""
-        copied = partial(
-            _with_places,
-            self.storage_data.parts,
-            program=(b"".join(self.program),),
-            files=self.files,
-            is_renamable=self.is_renamable,
-            index=self.index,
-        )
-        return copied, ()
-
     def renamed(self, names: Mapping[str, str]) -> Publication | None:
         """The same with other names of shard files; ``None`` if names in the pickle are ambiguous.
 
@@ -126,15 +123,15 @@ class Publication:
         if self._cut is None:
             return None
         cut = [names[piece] if isinstance(piece, str) else piece for piece in self._cut]
-        renamed = Publication(
+        publication = Publication(
             program=tuple(_pickled(each) if isinstance(each, str) else each for each in cut),
-            storage_data=self.storage_data.renamed(names),
+            places=tuple(renamed(part, names) for part in self.places),
             files=frozenset(names.values()),
             is_renamable=self.is_renamable,
             index=None if self.index is None else self.index.renamed(names),
         )
-        vars(renamed)["_cut"] = cut  # saves another search
-        return renamed
+        vars(publication)["_cut"] = cut  # saves another search
+        return publication
 
     @cached_property
     def _cut(self) -> list[bytes | str] | None:
@@ -162,25 +159,18 @@ class Publication:
         return [*pieces, program[done:]]
 
 
-def _with_places(parts: Sequence[Places], **others: Any) -> Publication:
-    """A publication; by itself, what has its places is pickled as a dictionary."""
-    return Publication(storage_data=StorageData(parts), **others)
-
-
 @no_collection()
 def publication_of(finished: Metadata) -> Publication:
     """The publication of a finished save's metadata."""
-    index, places = indexed(finished), finished.storage_data
-    if not isinstance(places, StorageData):
-        places = StorageData([places])
+    index, places = indexed(finished), tuple(parts_of(finished.storage_data))
     if index is None:
-        names = {each.fqn for each in places}
-        files = {each.relative_path for each in places.values()}
+        names = {each.fqn for each in finished.storage_data}
+        files = {each.relative_path for each in finished.storage_data.values()}
     else:
         names, files = set(finished.state_dict_metadata), set(index.files)
     return Publication(
         program=(_program_of(finished),),
-        storage_data=places,
+        places=places,
         files=frozenset(files),
         is_renamable=files.isdisjoint(names),
         index=index,
@@ -209,10 +199,8 @@ def _program_of(metadata: Metadata) -> bytes:
                 if type(offsets) is type(sizes) is torch.Size:
                     chunk.offsets = known.setdefault(offsets, offsets)
                     chunk.sizes = known.setdefault(sizes, sizes)
-    places = twin.storage_data
-    if isinstance(places, StorageData):
-        is_changed = "in_full" in vars(places)
-        twin.storage_data = places.in_full if is_changed else places.made(known)
+    if isinstance(twin.storage_data, StorageData):
+        twin.storage_data = made(parts_of(twin.storage_data), known)
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, PROTOCOL)
     pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCED}

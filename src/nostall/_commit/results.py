@@ -187,6 +187,34 @@ Places: TypeAlias = ResultColumns | Mapping[MetadataIndex, Any]
 """Items and their places in files."""
 
 
+def renamed(places: Places, names: Mapping[str, str]) -> Places:
+    """The same places under other names of files.
+
+    Args:
+        places: The places.
+        names: The present name of each file.
+    """
+    if isinstance(places, ResultColumns):
+        return places.renamed(names)
+    return {
+        index: replace(info, relative_path=names[info.relative_path])
+        for index, info in places.items()
+    }
+
+
+def made(parts: Iterable[Places], known: dict[Any, Any]) -> dict[MetadataIndex, Any]:
+    """A dictionary of the places of all ranks; columns become new objects.
+
+    Args:
+        parts: Those of the ranks.
+        known: Names and offsets to share; see :meth:`ResultColumns.places`.
+    """
+    places = dict[MetadataIndex, Any]()
+    for part in parts:
+        places.update(part.places(known) if isinstance(part, ResultColumns) else part)
+    return places
+
+
 class StorageData(MutableMapping[MetadataIndex, Any]):
     """``Metadata.storage_data`` of all ranks; it has objects from when somebody looks at one.
 
@@ -200,26 +228,7 @@ class StorageData(MutableMapping[MetadataIndex, Any]):
     @cached_property
     def in_full(self) -> dict[MetadataIndex, Any]:
         """As a dictionary, the one that changes change."""
-        return self.made({})
-
-    def made(self, known: dict[Any, Any]) -> dict[MetadataIndex, Any]:
-        """A new dictionary of new objects, without the changes that callers made.
-
-        Args:
-            known: Names and offsets to share; see :meth:`ResultColumns.places`.
-        """
-        made = dict[MetadataIndex, Any]()
-        for part in self.parts:
-            made.update(part.places(known) if isinstance(part, ResultColumns) else part)
-        return made
-
-    def renamed(self, names: Mapping[str, str]) -> StorageData:
-        """The same under other names of files.
-
-        Args:
-            names: The present name of each file.
-        """
-        return StorageData([_renamed(part, names) for part in self.parts])
+        return made(self.parts, {})
 
     def as_made(self) -> StorageData:
         """The same without changes, for somebody who may change it."""
@@ -248,10 +257,8 @@ class StorageData(MutableMapping[MetadataIndex, Any]):
         return dict, (self.in_full,)
 
 
-def _renamed(places: Places, names: Mapping[str, str]) -> Places:
-    if isinstance(places, ResultColumns):
-        return places.renamed(names)
-    return {
-        index: replace(info, relative_path=names[info.relative_path])
-        for index, info in places.items()
-    }
+def parts_of(places: Mapping[MetadataIndex, Any]) -> Sequence[Places]:
+    """The places of ranks as they are now; in one part if somebody may have changed them."""
+    if isinstance(places, StorageData) and "in_full" not in vars(places):
+        return places.parts
+    return [places]
