@@ -84,20 +84,15 @@ class WriterSettings:
     """Tells DCP's reader how to undo stream transforms; ``None`` without any."""
     belongs_at: str
     """Where the checkpoint is to be in the end; the same for all ranks."""
+    metadata_name: str
+    """Name of the metadata file of the checkpoint."""
+    other_metadata_name: str
+    """That of one which this rank saves alone, or which all ranks save together."""
 
     @property
     def metadata_path(self) -> str:
         """The metadata file of the checkpoint."""
-        return os.path.join(self.directory, self._metadata_name)
-
-    @property
-    def _metadata_name(self) -> str:
-        together, alone = self._metadata_names()
-        return alone if self.is_alone else together
-
-    def _metadata_names(self) -> tuple[str, str]:
-        """For a checkpoint that all ranks save together, and one that this rank saves alone."""
-        return _torch.METADATA_NAME, f"__{self.rank}{_torch.METADATA_NAME}"
+        return os.path.join(self.directory, self.metadata_name)
 
     def make_ready(self, engine: Engine) -> bool:
         """Make the directory, and check for a checkpoint that must not be replaced.
@@ -112,8 +107,8 @@ class WriterSettings:
         """
         return make_ready(
             self.directory,
-            self._metadata_name,
-            [name for name in self._metadata_names() if name != self._metadata_name],
+            self.metadata_name,
+            [self.other_metadata_name],
             overwrite=self.options.overwrite,
             rank=self.rank,
             timeout_s=engine.options.save_timeout_s,
@@ -137,7 +132,7 @@ class WriterSettings:
         """
         return may_hold(
             self.directory,
-            self._metadata_names(),
+            [self.metadata_name, self.other_metadata_name],
             rank=self.rank,
             timeout_s=engine.options.save_timeout_s,
         )
@@ -268,11 +263,15 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
             path=str(writer.path),
             hint="leave them out: a file of safetensors is written as a whole",
         )
+    rank, together = writer.rank or 0, _torch.METADATA_NAME
+    alone = f"__{rank}{together}"
     return WriterSettings(
         directory=own.directory or str(writer.path),
         belongs_at=str(writer.path),
-        rank=writer.rank or 0,
+        rank=rank,
         is_alone=not writer.use_collectives,
+        metadata_name=together if writer.use_collectives else alone,
+        other_metadata_name=alone if writer.use_collectives else together,
         options=WriterOptions(
             thread_count=writer.thread_count,
             file_per_item=not require_switch("single_file_per_rank", writer.single_file_per_rank),
