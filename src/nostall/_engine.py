@@ -55,7 +55,7 @@ class Engine:
         self.placements: dict[Any, Placement] = {}
         """Places of staged payloads in their images, by structure and options."""
         self.faults = b""
-        """Faults for saves that start now, see ``nostall._writer.shared``; set by tests only."""
+        """Faults for saves that start now, see ``_model.jobs.Faults``; set by tests only."""
         self.under_way = UnderWay()
         """Progress of the saves that use this engine."""
         self._cancellable: set[tuple[str, threading.Event]] = set()

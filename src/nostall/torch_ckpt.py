@@ -30,7 +30,7 @@ from nostall._storage.posix import (
     identity_of,
     keep_mode_and_owner,
     make_name_durable,
-    remove_files,
+    remove_leftover,
     sync_name,
 )
 from nostall._writer.child import import_paths
@@ -196,7 +196,7 @@ class _FileSave(BackgroundSave):
         except NotDurableError:
             raise
         except BaseException as error:  # whatever ended it, the temporary file goes
-            remove_files([temporary])
+            remove_leftover(temporary)
             if not isinstance(error, OSError) or isinstance(error, SaveError):
                 raise
             raise WriteError(

@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 import nostall
 from nostall._commit.metadata import load_metadata
 from nostall._commit.metadata_pickle import _KNOWN
+from nostall._storage.damage import damage_of_container
+from nostall._storage.port import as_stream
 from nostall._storage.posix import PosixStorage
-from nostall._storage.reading import as_stream, damage_of_container
 from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import State

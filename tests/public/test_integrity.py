@@ -30,7 +30,7 @@ from nostall import integrity
 from nostall._commit import committed
 from nostall._commit.checking import read_description
 from nostall._commit.manifest import manifest_alone, split
-from nostall._storage import posix, reading
+from nostall._storage import port, posix
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError
@@ -573,7 +573,7 @@ def test_metadata_that_is_too_long_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a manifest it need not be."""
-    monkeypatch.setattr(reading, "MOST_METADATA_NBYTES", 100)
+    monkeypatch.setattr(port, "MOST_METADATA_NBYTES", 100)
     for way, state in ((by_queue, State.WHOLE), (by_stock, State.NOT_UNDERSTOOD)):
         way(tmp_path / way.__name__, small_state())
         found = nostall.verify(tmp_path / way.__name__)

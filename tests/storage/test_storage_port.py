@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from nostall._commit.commit import commit
-from nostall._model.jobs import FileImage, SealTable, WriteJob
+from nostall._model.jobs import Faults, FileImage, SealTable, WriteJob
 from nostall._storage.port import Conflict, Storage
 from nostall._storage.posix import PosixStorage
 from nostall._writer.chunks import write_images
-from nostall._writer.shared import Faults, Position, WholeImage
+from nostall._writer.shared import Position, WholeImage
 from nostall.errors import NotDurableError, WriteError
 from support import storage_contract
 from support.memory_storage import MemoryStorage

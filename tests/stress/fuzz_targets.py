@@ -35,13 +35,9 @@ from nostall._commit.publication import publication_of
 from nostall._model import checksum
 from nostall._model.checksum import use_fastest
 from nostall._model.values import WrittenFile
+from nostall._storage.damage import ChecksumMissing, NoArchive, damage_of_container
+from nostall._storage.port import part_as_stream
 from nostall._storage.posix import PosixStorage
-from nostall._storage.reading import (
-    ChecksumMissing,
-    NoArchive,
-    damage_of_container,
-    part_as_stream,
-)
 from nostall.errors import DamagedCheckpointError, UnknownMetadataError, UntrustedMetadataError
 from nostall.integrity import State
 from stress.fuzz_inputs import NUMBERS, TEXTS, VALUES, changed_bytes, changed_json, changed_program

@@ -26,17 +26,10 @@ from nostall._cli.output import Answer, progress
 from nostall._model.names import METADATA_NAME, SAFETENSORS_SUFFIX, SHARD_SUFFIX
 from nostall._model.wording import counted, some
 from nostall._read.objects import unloadable
+from nostall._storage.damage import ChecksumMissing, NoArchive, damage_of_container
 from nostall._storage.locations import is_address, storage_at
-from nostall._storage.port import may_have
+from nostall._storage.port import as_stream, may_have, open_to_read, read_metadata
 from nostall._storage.posix import PosixStorage, sync_directory
-from nostall._storage.reading import (
-    ChecksumMissing,
-    NoArchive,
-    as_stream,
-    damage_of_container,
-    open_to_read,
-    read_metadata,
-)
 from nostall.errors import (
     DamagedCheckpointError,
     NostallError,

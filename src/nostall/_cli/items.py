@@ -35,7 +35,7 @@ from nostall._commit.metadata import extents_of, load_metadata
 from nostall._model.names import METADATA_NAME
 from nostall._model.wording import counted, some
 from nostall._storage.locations import storage_at
-from nostall._storage.reading import open_to_read, read_metadata
+from nostall._storage.port import open_to_read, read_metadata
 from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.integrity import why_damaged
 from nostall.loading import load

@@ -46,8 +46,7 @@ from nostall._model.names import (
 )
 from nostall._model.wording import counted, some
 from nostall._storage.locations import is_address, place_of, storage_at
-from nostall._storage.port import Stat, leaves_open, may_have
-from nostall._storage.reading import open_to_read, part_as_stream
+from nostall._storage.port import Stat, leaves_open, may_have, open_to_read, part_as_stream
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError
 from nostall.integrity import State as Found
 from nostall.integrity import Verification, latest_complete, why_damaged

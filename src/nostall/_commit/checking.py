@@ -15,15 +15,16 @@ from nostall._commit.manifest import manifest_alone, manifest_of
 from nostall._model.names import METADATA_NAME
 from nostall._model.values import WrittenFile
 from nostall._model.wording import some
+from nostall._storage.damage import ChecksumMissing, NoArchive, crc32_of_file, damage_of_container
 from nostall._storage.locations import storage_at
-from nostall._storage.port import Files, Stat, leaves_open, may_pass, reason
-from nostall._storage.reading import (
-    ChecksumMissing,
-    NoArchive,
-    crc32_of_file,
-    damage_of_container,
+from nostall._storage.port import (
+    Files,
+    Stat,
+    leaves_open,
+    may_pass,
     open_to_read,
     part_as_stream,
+    reason,
 )
 from nostall.errors import NostallError, ReadError
 

@@ -23,8 +23,7 @@ from nostall._model.names import (
 )
 from nostall._model.wording import some
 from nostall._storage.locations import is_address, storage_at
-from nostall._storage.port import leaves_open, may_have, reason
-from nostall._storage.reading import open_to_read
+from nostall._storage.port import leaves_open, may_have, open_to_read, reason
 from nostall.errors import ReadError
 
 _THREADS = 8

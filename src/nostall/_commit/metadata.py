@@ -38,7 +38,7 @@ from nostall._commit.manifest import DAMAGED_HINT, split
 from nostall._commit.metadata_pickle import NAMES, unpickle
 from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
-from nostall._storage.reading import read_metadata
+from nostall._storage.port import read_metadata
 from nostall.errors import (
     DamagedCheckpointError,
     ReadError,

@@ -17,8 +17,7 @@ from nostall._describe.indexed import indexed_metadata
 from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
 from nostall._model.threads import no_collection
-from nostall._storage.port import Source
-from nostall._storage.reading import as_stream, part_as_stream, read_metadata
+from nostall._storage.port import Source, as_stream, part_as_stream, read_metadata
 from nostall.errors import DamagedCheckpointError, UntrustedMetadataError
 
 T = TypeVar("T")

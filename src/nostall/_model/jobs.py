@@ -7,7 +7,8 @@ dataclasses, with what that module imports, they took 18 ms more of processor ti
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+import pickle
+from typing import Any, NamedTuple, TypeAlias
 
 
 class Seal(NamedTuple):
@@ -163,4 +164,23 @@ class WriteJob(NamedTuple):
     storage_options: str = "{}"
     """The user's options for the client of the directory's bucket, as JSON."""
     faults: bytes = b""
-    """Faults that tests have asked for, see ``nostall._writer.shared``."""
+    """Faults that tests have asked for, see :class:`Faults`."""
+
+
+class Faults:
+    """Faults that tests have asked for in one save; without cost if there are none.
+
+    Points are ``start``, ``open``, ``chunk``, ``fsync`` and ``report``, in the trainer ``stage``,
+    and in the coordinator ``commit`` and ``publish``.
+
+    Args:
+        pickled: Objects of tests with a method of the form of :meth:`at`; empty for none.
+    """
+
+    def __init__(self, pickled: bytes) -> None:
+        self._faults: tuple[Any, ...] = pickle.loads(pickled) if pickled else ()
+
+    def at(self, point: str, file: str = "") -> None:
+        """Pass a named point of a file; raises what a test has asked for."""
+        for fault in self._faults:
+            fault.at(point, file)

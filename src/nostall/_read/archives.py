@@ -28,13 +28,8 @@ from nostall._model.threads import uninterrupted
 from nostall._model.wording import some
 from nostall._read.objects import loaded_safely, reason_of, unloadable
 from nostall._read.plan import Form, Wanted
-from nostall._storage.port import ReadableFiles
-from nostall._storage.reading import (
-    ChecksumMissing,
-    NoArchive,
-    damage_of_container,
-    part_as_stream,
-)
+from nostall._storage.damage import ChecksumMissing, NoArchive, damage_of_container
+from nostall._storage.port import ReadableFiles, part_as_stream
 from nostall.errors import DamagedCheckpointError, UntrustedObjectError
 
 HEAD_NBYTES = 4096

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from nostall._storage.reading import is_to_blame
+from nostall._storage.damage import is_to_blame
 from nostall.errors import DamagedCheckpointError, ReadError, UntrustedObjectError
 
 _ENVIRONMENT_HINT = (

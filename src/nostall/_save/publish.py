@@ -26,6 +26,7 @@ from nostall._commit.manifest import manifest_alone
 from nostall._commit.metadata import referenced_files
 from nostall._commit.publication import Publication
 from nostall._engine import default_engine
+from nostall._model.jobs import Faults
 from nostall._model.names import (
     METADATA_SUFFIX,
     is_draft,
@@ -36,9 +37,7 @@ from nostall._model.values import RankFiles
 from nostall._storage import directories
 from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
 from nostall._storage.locations import storage_at
-from nostall._storage.port import Files, may_have
-from nostall._storage.reading import open_to_read, read_metadata
-from nostall._writer.shared import Faults
+from nostall._storage.port import Files, may_have, open_to_read, read_metadata
 from nostall.errors import (
     NotDurableError,
     ReadError,

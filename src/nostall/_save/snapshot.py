@@ -23,6 +23,7 @@ from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
 from nostall._memory.snapshot import Snapshot, begin_snapshot
 from nostall._model.jobs import (
     NO_BLOCK,
+    Faults,
     FileImage,
     RankFailed,
     RankReport,
@@ -40,7 +41,7 @@ from nostall._storage.deadlines import remove_in_time
 from nostall._storage.locations import is_address, storage_options_of
 from nostall._writer.child import import_paths
 from nostall._writer.files import perform
-from nostall._writer.shared import Faults, WholeImage
+from nostall._writer.shared import WholeImage
 from nostall._writer.streams import StreamTarget
 from nostall.errors import NostallError, SaveAbortedError, StagingError
 

@@ -33,13 +33,12 @@ from nostall._memory.staged_state import (
     structure_of,
     unstaged,
 )
-from nostall._model.jobs import RankFailed
+from nostall._model.jobs import Faults, RankFailed
 from nostall._model.names import FileFormat
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.items import plan_rank
 from nostall._ranks.failures import error_of, failure_of
 from nostall._save.prepared import PreparedSave, WriterSettings
-from nostall._writer.shared import Faults
 from nostall.errors import StagingError
 from nostall.stats import Timeline
 

@@ -18,8 +18,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 from nostall._model.names import METADATA_SUFFIX
 from nostall._storage.locations import identity, storage_at
-from nostall._storage.port import Files
-from nostall._storage.reading import open_to_read, read_metadata
+from nostall._storage.port import Files, open_to_read, read_metadata
 from nostall.errors import NostallError, SaveTimeoutError
 
 _OF_RANK = re.compile(r"__(\d+)_\d+[^/]*\Z")

@@ -2,7 +2,8 @@
 
 One :class:`Storage` holds the files of one checkpoint, by name. There is no rename or fsync in it:
 an object store has neither. A file counts only once metadata names it, so an
-unfinished one may be visible. ``tests/support/storage_contract.py`` checks an implementation.
+unfinished one may be visible. ``tests/support/storage_contract.py`` checks an implementation. What
+works with any of them follows it: looking for files, and reading one as a stream.
 
 Methods raise ``OSError`` if storage refuses, ``FileNotFoundError`` for a name that does not exist.
 They may be called from several threads at once.
@@ -11,8 +12,16 @@ They may be called from several threads at once.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, NewType, Protocol
+import io
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any, BinaryIO, NamedTuple, NewType, Protocol
+
+from nostall.errors import ReadError
+
+MOST_METADATA_NBYTES = 2 << 30
+"""Limit on metadata that is read: some hundred bytes per item, so millions of items."""
 
 Version = NewType("Version", str)
 """Identifies one content of a name: an ETag, or inode, modification time and length."""
@@ -252,3 +261,92 @@ def require_file(files: Files, name: str, nbytes: int) -> None:
     if found != nbytes:
         what = f"the file has {found} bytes instead of {nbytes}"
         raise OSError(errno.EIO, what, files.where(name))
+
+
+@contextmanager
+def open_to_read(files: Files, name: str) -> Iterator[BinaryIO]:
+    """A file as a stream; raises as ``files.open``."""
+    with closing(files.open(name)) as source:
+        yield as_stream(source)
+
+
+def as_stream(source: Source) -> BinaryIO:
+    """An open file as a stream."""
+    return _Stream(source, 0, source.stat.nbytes)
+
+
+def part_as_stream(source: Source, offset: int, nbytes: int) -> BinaryIO:
+    """Part of an open file as a stream."""
+    return _Stream(source, offset, nbytes)
+
+
+def read_metadata(stream: BinaryIO, path: str) -> bytes:
+    """The content of a metadata file.
+
+    Raises:
+        ReadError: Longer than :data:`MOST_METADATA_NBYTES`, or than the available memory.
+        OSError: It cannot be read.
+    """
+    nbytes = stream.seek(0, os.SEEK_END)
+    if nbytes > MOST_METADATA_NBYTES:
+        raise ReadError(
+            f"the file has {nbytes} bytes; the limit for metadata is {MOST_METADATA_NBYTES}",
+            errno=errno.EFBIG,
+            phase="read",
+            path=path,
+            hint="it may not be the metadata of a checkpoint",
+        )
+    stream.seek(0)
+    try:
+        return stream.read(nbytes)
+    except MemoryError as error:
+        raise ReadError(
+            f"not enough memory for the {nbytes} bytes of the metadata",
+            errno=errno.ENOMEM,
+            phase="read",
+            path=path,
+            hint="make memory available",
+        ) from error
+
+
+class _Part(io.RawIOBase):
+    """Part of a file, as a file object."""
+
+    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
+        self._source, self._offset, self._nbytes = source, offset, nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative position {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        memory = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
+        nbytes = self._source.read_into(self._offset + self._at, memory)
+        self._at += nbytes
+        return nbytes
+
+
+class _Stream(io.BufferedReader):
+    """A buffered :class:`_Part`; ``read`` copies nothing."""
+
+    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
+        super().__init__(_Part(source, offset, nbytes))
+        self._nbytes = nbytes
+
+    def read(self, nbytes: int | None = -1) -> bytes:
+        """At most the rest: memory for all requested bytes is allocated first."""
+        left = max(0, self._nbytes - self.tell())
+        return super().read(left if nbytes is None or nbytes < 0 else min(nbytes, left))

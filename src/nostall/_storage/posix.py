@@ -30,8 +30,17 @@ from functools import lru_cache
 
 from nostall._model.jobs import page_aligned
 from nostall._model.names import METADATA_SUFFIX
-from nostall._storage.port import Conflict, Stat, Version, between, may_have, reason, version_of
-from nostall._storage.reading import open_to_read, read_metadata
+from nostall._storage.port import (
+    Conflict,
+    Stat,
+    Version,
+    between,
+    may_have,
+    open_to_read,
+    read_metadata,
+    reason,
+    version_of,
+)
 from nostall.errors import NotDurableError, ReadError
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -157,7 +166,8 @@ class PosixStorage:
             remove_draft(draft, fd)
             raise
         finally:
-            close_all([fd])
+            with suppress(OSError):
+                os.close(fd)
         if self._sync:
             make_name_durable(final, what="the new checkpoint")
 
@@ -265,14 +275,16 @@ def write_draft(path: str, content: Sequence[bytes], *, sync: bool) -> int:
             remove_empty_files([path])
         else:
             remove_draft(path, descriptors[0])
-        close_all(descriptors)
+        for fd in descriptors:
+            with suppress(OSError):
+                os.close(fd)
         raise
 
 
 def remove_draft(path: str, fd: int) -> None:
     """Remove the file of a descriptor, unless another process has replaced it with its own."""
     if is_same(fd, path):
-        remove_files([path])
+        remove_leftover(path)
 
 
 class ImageFile:
@@ -353,7 +365,7 @@ class ImageFile:
         try:
             os.close(fd)
         except BaseException:  # passed on; close() finds nothing to remove
-            remove_files([self._path])
+            remove_leftover(self._path)
             raise
 
     def close(self) -> None:
@@ -361,9 +373,10 @@ class ImageFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             is_ours = is_same(fd, self._path)  # and not the file of a later save
-            close_all([fd])
+            with suppress(OSError):
+                os.close(fd)
             if is_ours:
-                remove_files([self._path])
+                remove_leftover(self._path)
 
     def _set_direct(self, *, direct: bool) -> None:
         """Bypass the page cache from now on, or not; several threads may call this at once."""
@@ -394,10 +407,8 @@ def _preallocate(fd: int, nbytes: int) -> None:
     A full disk is reported early. Direct writes beyond the end of a file wait for each other;
     writes inside it do not (ext4, XFS).
     """
-    if not nbytes:
-        return
     # Not os.posix_fallocate(), which writes zeros where the file system does not support it.
-    if _libc().fallocate(fd, 0, 0, nbytes):
+    if nbytes and _libc().fallocate(fd, 0, 0, nbytes):
         code = ctypes.get_errno()
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(code, os.strerror(code))
@@ -522,10 +533,7 @@ def sync_directory(path: str) -> None:
 
 
 def sync_name(directory: str) -> None:
-    """Make a directory's own name durable.
-
-    If its parent may not be read, the directory is not new, and its name is durable.
-    """
+    """Make a directory's own name durable; it is if its parent may not be read: it is not new."""
     with suppress(PermissionError):
         sync_directory(os.path.dirname(os.path.realpath(directory)))
 
@@ -573,14 +581,13 @@ class HeldDirectory:
         os.close(self._fd)
 
 
-def remove_files(paths: Iterable[str]) -> None:
-    """Remove files that will never be committed.
+def remove_leftover(path: str) -> None:
+    """Remove a file that will never be committed.
 
     Errors are ignored: the failure before is the one to report, and a leftover only takes room.
     """
-    for path in paths:
-        with suppress(OSError):
-            os.unlink(path)
+    with suppress(OSError):
+        os.unlink(path)
 
 
 def remove_empty_files(paths: Iterable[str]) -> None:
@@ -590,10 +597,3 @@ def remove_empty_files(paths: Iterable[str]) -> None:
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode) and not status.st_size:
                 os.unlink(path)
-
-
-def close_all(descriptors: list[int]) -> None:
-    """Close all descriptors; errors are ignored."""
-    for fd in descriptors:
-        with suppress(OSError):
-            os.close(fd)

@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from nostall._model.jobs import (
+    Faults,
     FileImage,
     FileReceipt,
     WriteJob,
@@ -39,7 +40,7 @@ from nostall._model.threads import work_together
 from nostall._storage.locations import is_address
 from nostall._storage.port import Files, Upload, may_pass
 from nostall._writer.seals import Payloads, plan_chunks
-from nostall._writer.shared import Faults, Image, Position
+from nostall._writer.shared import Image, Position
 
 _BACKOFF_S = 0.1
 _BACKOFF_FACTOR = 4

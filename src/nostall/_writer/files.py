@@ -9,11 +9,11 @@ import errno
 import os
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from nostall._model.jobs import (
     Failure,
-    FileReceipt,
+    Faults,
     RankFailed,
     RankReport,
     RankWritten,
@@ -21,9 +21,9 @@ from nostall._model.jobs import (
 )
 from nostall._storage.directories import remove_unnamed
 from nostall._storage.locations import is_address, storage_at, take_storage_options
-from nostall._storage.port import Files, require_file
+from nostall._storage.port import require_file
 from nostall._writer.chunks import write_images
-from nostall._writer.shared import Cancelled, Faults, Image, Position
+from nostall._writer.shared import Cancelled, Image, Position
 from nostall._writer.streams import StreamFiles, StreamTarget
 
 
@@ -65,7 +65,9 @@ def perform(
             receipts = StreamFiles(job, images, faults, at, streams).write()
         else:
             receipts = write_images(job, storage, images, faults, at)
-            _require_files(receipts, storage, at)
+            for receipt in receipts:  # the directory may have been removed meanwhile
+                at.move("write", storage.where(receipt.name))
+                require_file(storage, receipt.name, receipt.nbytes)
         if job.sync_files:
             at.move("fsync", job.directory)
             storage.flush()
@@ -79,17 +81,6 @@ def perform(
         failure = describe(error, job, phase=at.phase, path=at.path)
         return RankFailed(rank=job.rank, failure=failure)
     return report
-
-
-def _require_files(receipts: Iterable[FileReceipt], storage: Files, at: Position) -> None:
-    """Check that files still exist: a directory may be removed while it is written to.
-
-    Raises:
-        OSError: A file is missing, or has another size.
-    """
-    for receipt in receipts:
-        at.move("write", storage.where(receipt.name))
-        require_file(storage, receipt.name, receipt.nbytes)
 
 
 def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> Failure:

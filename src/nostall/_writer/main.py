@@ -23,7 +23,6 @@ from functools import partial
 
 from nostall._model.checksum import use_fastest_from
 from nostall._model.jobs import RankFailed, RankReport, WriteJob, page_aligned
-from nostall._storage.posix import close_all
 from nostall._writer.files import describe, perform
 from nostall._writer.messages import (
     Answer,
@@ -103,7 +102,9 @@ class _Writer:
                 case _:
                     raise ProtocolError(f"an unexpected message: {message!r:.200}")
         finally:
-            close_all(descriptors)
+            for fd in descriptors:
+                with suppress(OSError):
+                    os.close(fd)
 
     def write_jobs(self) -> None:
         """Write jobs forever, one at a time, in order."""

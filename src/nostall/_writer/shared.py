@@ -1,11 +1,10 @@
-"""What the threads that write a job share: its images, where it is, and the faults of tests."""
+"""What the threads that write a job share: the images of its files, and how far it is."""
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 
 class Window(NamedTuple):
@@ -89,22 +88,3 @@ class Position:
             self._written_nbytes += nbytes
             written_nbytes = self._written_nbytes
         self._on_progress(written_nbytes)
-
-
-class Faults:
-    """Faults that tests have asked for in one save; without cost if there are none.
-
-    Points are ``start``, ``open``, ``chunk``, ``fsync`` and ``report``, in the trainer ``stage``,
-    and in the coordinator ``commit`` and ``publish``.
-
-    Args:
-        pickled: Objects of tests with a method of the form of :meth:`at`; empty for none.
-    """
-
-    def __init__(self, pickled: bytes) -> None:
-        self._faults: tuple[Any, ...] = pickle.loads(pickled) if pickled else ()
-
-    def at(self, point: str, file: str = "") -> None:
-        """Pass a named point of a file; raises what a test has asked for."""
-        for fault in self._faults:
-            fault.at(point, file)

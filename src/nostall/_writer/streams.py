@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, NamedTuple, Protocol
 
-from nostall._model.jobs import FileImage, FileReceipt, WriteJob, WriteWork
+from nostall._model.jobs import Faults, FileImage, FileReceipt, WriteJob, WriteWork
 from nostall._model.threads import work_together
 from nostall._storage.posix import create_new
 from nostall._writer.seals import Payloads, plan_chunks
-from nostall._writer.shared import Faults, Image, Position
+from nostall._writer.shared import Image, Position
 
 
 class StreamTransform(Protocol):

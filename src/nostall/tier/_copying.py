@@ -30,9 +30,9 @@ from nostall._model import checksum
 from nostall._model.jobs import Failure, page_aligned
 from nostall._model.names import METADATA_NAME, is_draft, is_ours_to_remove
 from nostall._model.values import WrittenFile
+from nostall._storage.damage import crc32_of_file
 from nostall._storage.locations import is_address, storage_at, take_storage_options
-from nostall._storage.port import reason
-from nostall._storage.reading import crc32_of_file, open_to_read, read_metadata
+from nostall._storage.port import open_to_read, read_metadata, reason
 from nostall._writer.messages import Answer, Message, send
 from nostall._writer.parent import ignore_signals, make_importable, messages_from_parent, say_ready
 from nostall.errors import DamagedCheckpointError, NostallError

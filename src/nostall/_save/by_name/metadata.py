@@ -16,7 +16,7 @@ from nostall._commit.metadata import load_metadata
 from nostall._engine import default_engine
 from nostall._storage.deadlines import in_time
 from nostall._storage.locations import storage_at
-from nostall._storage.reading import open_to_read, read_metadata
+from nostall._storage.port import open_to_read, read_metadata
 from nostall.errors import ReadError
 
 _FIELDS = frozenset(each.name for each in fields(Metadata))

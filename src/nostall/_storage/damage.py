@@ -1,16 +1,15 @@
-"""Read shard files and metadata back, and compare their checksums."""
+"""Read shard files back, and compare their checksums."""
 
 from __future__ import annotations
 
 import errno
-import io
 import os
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from typing import Any, BinaryIO
+from collections.abc import Callable
+from contextlib import closing
+from typing import BinaryIO
 
 from nostall._model import checksum
-from nostall._storage.port import Files, Source
+from nostall._storage.port import Files
 from nostall.errors import ReadError
 
 _PIECE_NBYTES = 8 << 20
@@ -18,8 +17,6 @@ _BEGIN = b"PK\x03\x04"
 _END = b"PK\x05\x06"
 _END_NBYTES = 22
 """Length of an archive's last record, without a comment."""
-MOST_METADATA_NBYTES = 2 << 30
-"""Limit on metadata that is read: some hundred bytes per item, so millions of items."""
 
 
 class ChecksumMissing(Exception):  # an answer, not an error
@@ -28,52 +25,6 @@ class ChecksumMissing(Exception):  # an answer, not an error
 
 class NoArchive(Exception):
     """Neither the first nor the last bytes are those of an archive."""
-
-
-@contextmanager
-def open_to_read(files: Files, name: str) -> Iterator[BinaryIO]:
-    """A file as a stream; raises as ``files.open``."""
-    with closing(files.open(name)) as source:
-        yield as_stream(source)
-
-
-def as_stream(source: Source) -> BinaryIO:
-    """An open file as a stream."""
-    return _Stream(source, 0, source.stat.nbytes)
-
-
-def part_as_stream(source: Source, offset: int, nbytes: int) -> BinaryIO:
-    """Part of an open file as a stream."""
-    return _Stream(source, offset, nbytes)
-
-
-def read_metadata(stream: BinaryIO, path: str) -> bytes:
-    """The content of a metadata file.
-
-    Raises:
-        ReadError: Longer than :data:`MOST_METADATA_NBYTES`, or than the available memory.
-        OSError: It cannot be read.
-    """
-    nbytes = stream.seek(0, os.SEEK_END)
-    if nbytes > MOST_METADATA_NBYTES:
-        raise ReadError(
-            f"the file has {nbytes} bytes; the limit for metadata is {MOST_METADATA_NBYTES}",
-            errno=errno.EFBIG,
-            phase="read",
-            path=path,
-            hint="it may not be the metadata of a checkpoint",
-        )
-    stream.seek(0)
-    try:
-        return stream.read(nbytes)
-    except MemoryError as error:
-        raise ReadError(
-            f"not enough memory for the {nbytes} bytes of the metadata",
-            errno=errno.ENOMEM,
-            phase="read",
-            path=path,
-            hint="make memory available",
-        ) from error
 
 
 def crc32_of_file(files: Files, name: str, progress: Callable[[int], object]) -> int:
@@ -154,46 +105,3 @@ def _damage_of_records(part: BinaryIO, nbytes: int) -> str | None:
     if damaged is not None:
         return f"record {damaged:.200} of an archive in it does not match its CRC-32"
     return None
-
-
-class _Part(io.RawIOBase):
-    """Part of a file, as a file object."""
-
-    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
-        self._source, self._offset, self._nbytes = source, offset, nbytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
-        if base + offset < 0:
-            raise ValueError(f"negative position {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        memory = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
-        nbytes = self._source.read_into(self._offset + self._at, memory)
-        self._at += nbytes
-        return nbytes
-
-
-class _Stream(io.BufferedReader):
-    """A buffered :class:`_Part`; ``read`` copies nothing."""
-
-    def __init__(self, source: Source, offset: int, nbytes: int) -> None:
-        super().__init__(_Part(source, offset, nbytes))
-        self._nbytes = nbytes
-
-    def read(self, nbytes: int | None = -1) -> bytes:
-        """At most the rest: memory for all requested bytes is allocated first."""
-        left = max(0, self._nbytes - self.tell())
-        return super().read(left if nbytes is None or nbytes < 0 else min(nbytes, left))
