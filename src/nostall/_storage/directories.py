@@ -1,9 +1,7 @@
 """Checkpoint directories in use by this process: files made by its saves, and commits under way.
 
-Also the removal of files that no metadata refers to.
-
 A directory is identified by its resolved path, however it is written and whichever engine a save
-belongs to.
+belongs to. :func:`remove_unnamed` removes what failed saves have left in one.
 """
 
 from __future__ import annotations

@@ -533,7 +533,7 @@ def sync_directory(path: str) -> None:
 
 
 def sync_name(directory: str) -> None:
-    """Make a directory's own name durable; it is if its parent may not be read: it is not new."""
+    """Make a directory's own name durable; where the parent may not be read, it is not new."""
     with suppress(PermissionError):
         sync_directory(os.path.dirname(os.path.realpath(directory)))
 
