@@ -397,7 +397,10 @@ class Records:
     """
 
     def __init__(self, save: SaveId, rank: int, world_size: int) -> None:
-        self._key = f"{_KEY}save/{save.series:016x}"
+        series = f"{_KEY}save/{save.series:016x}"
+        self._key = f"{series}/{save.number}/"
+        """Of a record, before the rank that left it."""
+        self._decision = f"{series}/decision-{save.number % _DECISIONS}"
         self._number = save.number
         self._rank = rank
         self._world_size = world_size
@@ -408,15 +411,14 @@ class Records:
 
     def put(self, record: bytes) -> None:
         """Leave this rank's record, once."""
-        key = self._key_of(self._rank)
-        self._store().set(key, record)  # type: ignore[arg-type]  # bytes, too
+        self._store().set(f"{self._key}{self._rank}", record)  # type: ignore[arg-type]  # bytes, too
 
     def are_complete(self) -> bool:
         """Whether all ranks have left theirs."""
         store = self._store()
         while self._seen < self._world_size:
             some = range(self._seen, min(self._seen + _RECORDS_AT_A_TIME, self._world_size))
-            if not store.check([self._key_of(rank) for rank in some]):
+            if not store.check([f"{self._key}{rank}" for rank in some]):
                 return False
             self._seen = some.stop
         return True
@@ -426,13 +428,12 @@ class Records:
         store, found = self._store(), list[bytes]()
         for begin in range(0, self._world_size, _RECORDS_AT_A_TIME):
             some = range(begin, min(begin + _RECORDS_AT_A_TIME, self._world_size))
-            found += store.multi_get([self._key_of(rank) for rank in some])
+            found += store.multi_get([f"{self._key}{rank}" for rank in some])
         return found
 
     def claim(self, what: str) -> bool:
         """Decide something about the save; false if something else may be decided."""
-        store, number = self._store(), self._number
-        key = f"{self._key}/decision-{number % _DECISIONS}"
+        store, number, key = self._store(), self._number, self._decision
         mine = f"{number} {what}"
         before = store.get(key).decode() if store.check([key]) else ""
         if before and int(before.split()[0]) >= number:
@@ -441,10 +442,7 @@ class Records:
 
     def remove(self) -> None:
         """Remove this rank's."""
-        self._store().delete_key(self._key_of(self._rank))
-
-    def _key_of(self, rank: int) -> str:
-        return f"{self._key}/{self._number}/{rank}"
+        self._store().delete_key(f"{self._key}{self._rank}")
 
     def _store(self) -> dist.Store:
         store = self._group_store.present() if self._group_store else self._own_store
