@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import Enum
 from weakref import WeakValueDictionary
 
+# --- saves ----------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveStatus:
