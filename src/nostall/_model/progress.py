@@ -1,4 +1,4 @@
-"""The life of a save, and how far the saves and loads of this process are.
+"""The life of a save, and the progress of the saves and loads of this process.
 
 >>> import nostall
 >>> for save in nostall.status():

@@ -13,6 +13,8 @@ Threads are daemons: storage may hang, and the interpreter has to exit. A thread
 back from torch, such as from its stores, and takes the lock of an ended interpreter aborts the
 process, with exit status -6: an ending interpreter waits for those of :func:`spawn_in_torch`.
 
+:func:`no_collection` is here because garbage collection belongs to all threads of a process.
+
 The writer process imports this module, so ``logging`` and what loads it wait until they are needed.
 """
 

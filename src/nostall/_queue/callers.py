@@ -33,16 +33,17 @@ from nostall.errors import OptionError, RankMismatchError, SaveTimeoutError
 from nostall.options import EngineOptions
 
 if TYPE_CHECKING:
-    from nostall._save.early_commit import EarlyCommit
     from nostall._save.rank_save import RankSave
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-
 _COMMITS: list[Callable[..., Any]] = []
+"""Functions marked by :func:`commits`."""
 _COMMIT_ARGUMENTS = 3
 _LEGACY_CPU_PRIORITY = 10
+
+
+# --- requests -------------------------------------------------------------------------------------
 
 
 def commits(function: F) -> F:

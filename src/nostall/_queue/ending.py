@@ -38,7 +38,6 @@ from nostall.errors import SaveAbortedError, SaveTimeoutError
 if TYPE_CHECKING:
     from nostall.core import AsyncCallsQueue
 
-
 _log = logging.getLogger("nostall")
 
 FAILURE_STATUS = 1

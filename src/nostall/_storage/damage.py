@@ -1,4 +1,4 @@
-"""Read shard files back, and compare their checksums."""
+"""Damage to shard files: they are read back, and their checksums are compared."""
 
 from __future__ import annotations
 

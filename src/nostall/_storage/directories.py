@@ -37,6 +37,7 @@ class Visit:
         self._created = created
         self._thread: threading.Thread | None = None
         self.was_left = False
+        """Whether the save has ended: committed, given up, or continued by its thread."""
         self.is_removed = False
         """Whether files of this save were removed, so that it must not be committed."""
         with _state.lock:

@@ -1,4 +1,4 @@
-"""What the threads that write a job share: the images of its files, and how far it is."""
+"""The images of a job's files and its position, shared by the threads that write it."""
 
 from __future__ import annotations
 
