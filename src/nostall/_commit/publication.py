@@ -62,6 +62,9 @@ PROTO_NBYTES = 2
 _SUFFIXES = re.compile("|".join(re.escape(each.value) for each in FileFormat).encode())
 
 
+# --- the metadata of one save ---------------------------------------------------------------------
+
+
 def complete_metadata(metadata: Metadata, results: Sequence[RankResults]) -> Metadata:
     """The metadata of a finished save without ``storage_meta``; the argument is not changed."""
     parts: list[Places] = []

@@ -1,4 +1,4 @@
-"""What a save is before any data is copied: settings, target, items with their layout.
+"""A save before any data is copied: settings, target, items with their layout.
 
 ::
 
@@ -51,11 +51,13 @@ from nostall.stats import Timeline
 
 _log = logging.getLogger("nostall")
 
-
 _FORMATS = {
     SerializationFormat.TORCH_SAVE: FileFormat.TORCH_SAVE,
     SerializationFormat.SAFETENSORS: FileFormat.SAFETENSORS,
 }
+
+
+# --- settings of a writer, and the target of a save -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,6 +296,9 @@ class Beside(_torch.StoragePrefix):
     """The directory of that checkpoint."""
 
 
+# --- items with their layout ----------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedSave:
     """A rank's share with its layout, before any data is copied."""
@@ -342,6 +347,9 @@ def prepare(
         layout = engine.lay_out(planned.share.shapes, target.naming, packing)
     target.progress.expect(layout.nbytes)
     return PreparedSave(planned=planned, layout=layout, target=target)
+
+
+# --- structures that are known from earlier saves -------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,9 +51,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("nostall")
 
-
 _LOCK_GRACE_S = 1.0
 """Lets a wait for another save's commit raise its own error before that of hanging storage."""
+_LONG_S = 600.0
+_SAVES_PER_AGE = 2
+"""A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save
+under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,10 +213,7 @@ def is_unpublished(error: Exception) -> bool:
     return isinstance(error, WriteError | SaveTimeoutError)
 
 
-_LONG_S = 600.0
-_SAVES_PER_AGE = 2
-"""A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save
-under way."""
+# --- files that no metadata refers to -------------------------------------------------------------
 
 
 def files_of(storage: Files, name: str) -> set[str]:

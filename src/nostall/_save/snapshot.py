@@ -45,6 +45,8 @@ from nostall._writer.shared import WholeImage
 from nostall._writer.streams import StreamTarget
 from nostall.errors import NostallError, SaveAbortedError, StagingError
 
+# --- take the snapshot ----------------------------------------------------------------------------
+
 
 def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False) -> Snapshot:
     """Take the snapshot; when this returns, the trainer may change any tensor.
@@ -181,6 +183,9 @@ def _require_unstaged(prepared: PreparedSave) -> None:
 def without_sources(prepared: PreparedSave) -> PreparedSave:
     """The save without its tensors, which need not be kept once the snapshot is taken."""
     return replace(prepared, planned=replace(prepared.planned, sources=()))
+
+
+# --- write it -------------------------------------------------------------------------------------
 
 
 def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:

@@ -58,9 +58,11 @@ from nostall._save.split_save import SplitSave
 
 _log = logging.getLogger("nostall")
 
-
 _MOST_DIRECTORIES = 10_000
 """Ranks agree to count anew when they have saved to so many."""
+
+
+# --- from one save to the next --------------------------------------------------------------------
 
 
 class Counted(NamedTuple):
@@ -175,6 +177,9 @@ class CheckpointMetadataCache(PlanMemory):
         self._central = self._local = self.known = self.sent_token = None
         self.known_results = KnownResults()
         self._validated = False
+
+
+# --- plan one save --------------------------------------------------------------------------------
 
 
 class SplitWriter(PlanningWriter, Protocol):

@@ -194,6 +194,9 @@ def _place_at(address: str) -> str:
     return place
 
 
+# --- what is at a place ---------------------------------------------------------------------------
+
+
 def require_directory(path: str) -> None:
     """Refuse a path that is not a directory and cannot become one. Looks at storage.
 
@@ -267,6 +270,9 @@ def is_same(one: str, other: str) -> bool:
 def identity(place: str) -> str:
     """A text that is the same for all ways to write a place. Looks at the file system."""
     return place if is_address(place) else os.path.realpath(place)
+
+
+# --- options of buckets ---------------------------------------------------------------------------
 
 
 def _set_storage_options(place: str, options: Mapping[str, Any]) -> None:

@@ -194,6 +194,9 @@ class Storage(Files, Protocol):
         """
 
 
+# --- what works with any storage ------------------------------------------------------------------
+
+
 _PASSING = {
     getattr(errno, name)
     for name in (

@@ -172,6 +172,9 @@ class PosixStorage:
             make_name_durable(final, what="the new checkpoint")
 
 
+# --- publish under a name -------------------------------------------------------------------------
+
+
 def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], bool]) -> None:
     """Rename a file, also if storage reports an error for a rename that it has done.
 
@@ -285,6 +288,9 @@ def remove_draft(path: str, fd: int) -> None:
     """Remove the file of a descriptor, unless another process has replaced it with its own."""
     if is_same(fd, path):
         remove_leftover(path)
+
+
+# --- files that are written and read --------------------------------------------------------------
 
 
 class ImageFile:
@@ -469,6 +475,9 @@ def _stat_of(status: os.stat_result, path: str) -> Stat:
         raise ReadError("not a regular file", errno=errno.EINVAL, phase="read", path=path)
     version = Version(f"{status.st_ino}-{status.st_mtime_ns}-{status.st_size}")
     return Stat(status.st_size, version, status.st_mtime, max(status.st_mtime, status.st_ctime))
+
+
+# --- directories, and the removal of files --------------------------------------------------------
 
 
 def make_directory(path: str) -> None:

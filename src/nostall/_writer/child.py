@@ -348,6 +348,9 @@ class ChildProcess(Generic[T]):
             self._receiver.join(_SETTLE_TIMEOUT_S if has_ended else 0)
 
 
+# --- the writer process ---------------------------------------------------------------------------
+
+
 class _Written(NamedTuple):
     """What a writer process has of a job until it answers."""
 
@@ -440,6 +443,9 @@ class WriterProcess(ChildProcess[RankReport]):
                     self._on_created(message.job, message.path)
             case _:
                 super()._handle_event(message)
+
+
+# --- start and end of a process -------------------------------------------------------------------
 
 
 def _interpreter(kind: str) -> str:
