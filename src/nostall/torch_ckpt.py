@@ -155,11 +155,11 @@ class _FileSave(BackgroundSave):
         )
 
     def _settle(self, report: RankReport) -> None:
-        self.progress.to(State.WRITTEN)
-        is_in_place = not isinstance(
-            report, RankFailed
-        )  # there are no other ranks, and no metadata
-        self.progress.to(State.COMMITTED if is_in_place else State.FAILED)
+        # There are no other ranks, and no metadata.
+        if isinstance(report, RankFailed):
+            self.progress.to(State.FAILED)
+        elif self.progress.to(State.WRITTEN):
+            self.progress.to(State.COMMITTED)
         super()._settle(report)
 
     def _put_in_place(self, temporary_name: str, after: Future[RankReport] | None) -> None:
@@ -183,7 +183,7 @@ class _FileSave(BackgroundSave):
                     path=self._path,
                     hint="storage hangs, or EngineOptions.save_timeout_s is too short",
                 )
-            if self.is_aborted:
+            if self.is_given_up:
                 raise SaveAbortedError("the save was aborted", phase="commit", path=self._path)
             keep_mode_and_owner(temporary, of=self._path)
             identity = identity_of(temporary)

@@ -779,6 +779,42 @@ def test_a_file_holds_what_torch_save_writes(options: dict[str, Any], tmp_path: 
     assert names(tmp_path) == ["state.pt"]
 
 
+class Held:
+    """An object whose pickling waits."""
+
+    begun = threading.Event()
+    goes_on = threading.Event()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.begun.set()
+        assert self.goes_on.wait(60)
+        return Held, ()
+
+
+def test_a_save_that_was_aborted_replaces_no_file(tmp_path: Path) -> None:
+    """Also one whose state was still being copied, on another thread."""
+    path, failures = tmp_path / "state.pt", []
+    path.write_bytes(b"earlier")
+    checkpoint = TorchAsyncCheckpoint()
+
+    def save() -> None:
+        try:
+            checkpoint.async_save({"held": Held(), "tensor": torch.ones(3)}, path)
+        except SaveAbortedError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    assert Held.begun.wait(60)
+    abort_all()
+    Held.goes_on.set()
+    thread.join()
+    assert len(failures) == 1
+    checkpoint.close()
+    assert path.read_bytes() == b"earlier"
+    assert names(tmp_path) == ["state.pt"]
+
+
 def test_a_file_keeps_the_mode_and_owner_of_the_one_it_replaces(tmp_path: Path) -> None:
     """A checkpoint that only its owner may read stays so, as with ``torch.save``."""
     path = tmp_path / "state.pt"

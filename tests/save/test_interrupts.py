@@ -85,7 +85,7 @@ def interrupted(target: Any, name: str, *, before: bool) -> Any:
 PLACES = [
     "nostall._memory.snapshot:_lay_down_containers",
     "nostall._memory.snapshot:_places",
-    "nostall._save.snapshot:job_of",
+    "nostall._save.stage_and_write:job_of",
     "nostall._engine:when_done",
     "nostall._writer.child:WriterProcess.submit",
     "nostall._engine:Engine.submit",

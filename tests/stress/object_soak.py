@@ -133,6 +133,11 @@ def apart(call: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(call, arguments)
 
 
+def remove_saves(address: str, upto: int) -> None:
+    for save in range(upto):
+        nostall.remove_checkpoint(f"{address}/save-{save}")
+
+
 def names_at(place: str) -> list[str]:
     """All names at a place."""
     return storage_at(place).list()
@@ -188,8 +193,7 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
         newest += 1
         if is_last:
             break
-    for save in range(newest - 2 * KEPT):  # numbers that no life has come to
-        apart(nostall.remove_checkpoint, f"{address}/save-{save}")
+    apart(remove_saves, address, newest - 2 * KEPT)  # numbers that no life has come to
     save_once_more(root, f"{address}/overwritten")
     totals["uploads interrupted"] = len(server.unfinished(bucket))
     if left := [key for key, nbytes in server.sizes(bucket).items() if not nbytes]:

@@ -68,12 +68,13 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.WRITTEN: frozenset({State.COMMITTED, State.FAILED}),
     State.COMMITTED: frozenset(),
     State.FAILED: frozenset(),
-    State.ABORTED: frozenset({State.WRITTEN}),
+    State.ABORTED: frozenset({State.WRITTEN, State.FAILED}),
 }
 """The states that may follow each state.
 
 A save whose files are all written can no longer be aborted: it fails if it is given up. A report
-that crosses an abort counts, so an aborted save may turn out to be written."""
+that crosses an abort counts, so an aborted save may turn out to be written; else it fails when its
+files are removed."""
 
 
 class Progress:
@@ -235,7 +236,7 @@ class LoadStatus:
         return text + (f", nothing for {self.quiet_s:.0f} s" if self.quiet_s >= 1 else "")
 
 
-_under_way: dict[object, Callable[[], LoadStatus]] = {}
+_loads: dict[object, Callable[[], LoadStatus]] = {}
 """Loads, oldest first; each change of a dictionary is atomic."""
 
 
@@ -255,16 +256,16 @@ def listed(path: str, rank: int, counter: ReadCounter) -> Iterator[None]:
             quiet_s=now_s - counter.moved_s,
         )
 
-    _under_way[key] = status
+    _loads[key] = status
     try:
         yield
     finally:
-        _under_way.pop(key, None)  # a forked child has none
+        _loads.pop(key, None)  # a forked child has none
 
 
 def load_statuses() -> tuple[LoadStatus, ...]:
     """The loads of this process that read, oldest first."""
-    return tuple(status() for status in list(_under_way.values()))
+    return tuple(status() for status in list(_loads.values()))
 
 
-os.register_at_fork(after_in_child=_under_way.clear)
+os.register_at_fork(after_in_child=_loads.clear)

@@ -2,9 +2,9 @@
 
 The rule that keeps ranks together: whether ranks communicate while planning depends only on state
 that *all* of them agreed on before. Once a cached plan is validated, ranks plan without
-communication, so a rank whose structure has changed cannot reach the others. It plans its own share
-alone (:class:`Changed`) and sends its new plan with its results; the coordinator then makes new
-metadata. The outcome of that save informs all ranks, and they plan the next one together.
+communication, so a rank whose structure or planner has changed cannot reach the others. It plans
+its own share alone (:class:`Changed`) and sends its new plan with its results; the coordinator then
+makes new metadata. The outcome of that save informs all ranks, and they plan the next one together.
 
 :class:`PlanMemory` keeps the structure of one sequence of saves: plans and, on the coordinator, the
 metadata without the parts of a single checkpoint. Metadata passed in or out is never changed.
@@ -39,6 +39,7 @@ from nostall._commit.metadata import local_plans_in
 from nostall._model.threads import no_collection
 from nostall._model.values import MOST_SERIES, SaveId
 from nostall._plan.planner import (
+    PlannerKey,
     Share,
     is_stocks_own,
     plan_columns,
@@ -58,8 +59,7 @@ class CachedPlans:
 
     group: Hashable
     """Identifies the process group and this rank in it; plans of another group are not used."""
-    planner: Hashable
-    """Identifies the planner's configuration."""
+    planner: PlannerKey
     local: SavePlan
     """This rank's local plan."""
     final: SavePlan
@@ -98,15 +98,15 @@ def plans_alone(cached: CachedPlans | None, *, group: Hashable) -> bool:
 
 
 def choose_route(
-    cached: CachedPlans | None, *, group: Hashable, planner: Hashable, local: SavePlan
+    cached: CachedPlans | None, *, group: Hashable, planner: PlannerKey, local: SavePlan
 ) -> Route:
     """How this rank plans; :class:`Together` on every rank of a group or on none."""
     if cached is None or not plans_alone(cached, group=group):
         return Together()
-    if cached.planner != planner:  # it may leave to other ranks what this one wrote
-        return Changed(replace(local, storage_data=cached.final.storage_data), local)
-    if same_plan(cached.local, local):
+    if cached.planner == planner and same_plan(cached.local, local):
         return Reuse(cached.final)
+    if cached.planner.kind != planner.kind:  # it may leave to other ranks what this one wrote
+        return Changed(replace(local, storage_data=cached.final.storage_data), local)
     # Its share without unchanged items that are assigned to another rank.
     own = {item.index for item in cached.final.items}
     before: dict[Any, WriteItem] = {item.index: item for item in cached.local.items}

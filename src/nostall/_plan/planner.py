@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -105,14 +105,23 @@ def vouched(planner: SavePlanner) -> Vouched | None:
     return _vouched.get(type(planner)) or _vouched.get(qualified_name(type(planner)))
 
 
-def planner_key(planner: SavePlanner) -> Any:
+class PlannerKey(NamedTuple):
+    """What a planner's plans follow from, apart from the state dict."""
+
+    kind: Hashable
+    """Its class."""
+    switches: Hashable
+    """Its attributes that are numbers, texts or truth values."""
+
+
+def planner_key(planner: SavePlanner) -> PlannerKey:
     """The planner's class and switches, before it has seen a state dict."""
     switches = {
         name: value
         for name, value in vars(planner).items()
         if isinstance(value, bool | int | str) and name != "is_coordinator"
     }
-    return type(planner), tuple(sorted(switches.items()))
+    return PlannerKey(type(planner), tuple(sorted(switches.items())))
 
 
 def is_stocks_own(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:

@@ -3,10 +3,10 @@
 ::
 
     plan -> PlannedSave -> lay_out -> Layout             prepare() here
-         -> begin_snapshot -> Snapshot                   stage() in snapshot
+         -> begin_snapshot -> Snapshot                   stage() in stage_and_write
          -> write -> RankReport                          write_here() and write_in_background()
-                                                         in snapshot; for synchronous saves,
-                                                         write_now() in write_directly does both
+                                                         in stage_and_write; for synchronous
+                                                         saves, write_now() in write_directly
          -> results                                      write_results() in written
 
 The caller chooses where to write: in a writer process, or in this one while it waits. The code that

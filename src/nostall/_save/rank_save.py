@@ -42,8 +42,8 @@ from nostall._save.prepared import (
     prepare_known,
 )
 from nostall._save.publish import files_of
-from nostall._save.snapshot import wait_for, write_in_background
 from nostall._save.split_save import SplitSave
+from nostall._save.stage_and_write import wait_for, write_in_background
 from nostall._save.stager import stage_for_later, take_over
 from nostall._save.write_directly import write_now
 from nostall._save.written import (
@@ -425,16 +425,8 @@ class RankSave:
             self._state.discard(is_certain=is_certain)
 
     def allow_early_commit(self) -> EarlyCommit | None:
-        """The early commit of the split save, if it can be committed early, which is allowed now.
-
-        Begins it if this rank has nothing to write.
-        """
-        if not isinstance(self._state, SplitSave) or self._state.early is None:
-            return None
-        self._state.early.allow()
-        if not self._state.has_to_run:
-            self._state.early.begin()
-        return self._state.early
+        """As :meth:`SplitSave.allow_early_commit`; ``None`` if no split save is planned."""
+        return None if self.split is None else self.split.allow_early_commit()
 
     def end(self, *, committed: bool) -> None:
         """End a split save."""

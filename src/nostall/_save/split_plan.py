@@ -43,6 +43,7 @@ from nostall._plan.agree import (
     set_up_writer,
 )
 from nostall._plan.planner import (
+    PlannerKey,
     as_save_error,
     planner_failures,
     planner_key,
@@ -230,8 +231,7 @@ class _SaveArguments:
 
     state_dict: dict[str, Any]
     planner: SavePlanner
-    configuration: Hashable
-    """Identifies the planner's settings."""
+    configuration: PlannerKey
     group: Hashable
     """Identifies the ranks that save together, and this rank."""
     coordination: Coordination

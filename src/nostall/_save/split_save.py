@@ -25,7 +25,7 @@ from nostall._model.values import RankFiles
 from nostall._ranks.failures import await_report, failure_of
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.prepared import PreparedSave
-from nostall._save.snapshot import (
+from nostall._save.stage_and_write import (
     give_up,
     stage,
     stage_in_background,
@@ -106,9 +106,9 @@ class BackgroundSave(ABC):
         self._settle(RankFailed(rank=self.rank, failure=failure))
 
     @property
-    def is_aborted(self) -> bool:
-        """Whether the save was aborted before its files were written."""
-        return self.progress.state is State.ABORTED
+    def is_given_up(self) -> bool:
+        """Whether the save was aborted, or is over; what is not written yet must not be written."""
+        return self.progress.is_over
 
     def await_report(self) -> RankReport:
         """The report, once it is there; after ``save_timeout_s``, a failed one."""
@@ -218,7 +218,7 @@ class SplitSave(BackgroundSave):
                 self.prepared = replace(self.prepared, target=target)
                 if self.prepared.target.settings.options.staging == "overlapped":
                     snapshot, self._fence = stage_in_background(
-                        self.prepared, self.engine, is_aborted=lambda: self.is_aborted
+                        self.prepared, self.engine, is_aborted=lambda: self.is_given_up
                     )
                 else:
                     snapshot = stage(self.prepared, self.engine)
@@ -267,13 +267,13 @@ class SplitSave(BackgroundSave):
 
     def _submit(self, snapshot: Snapshot) -> Future[RankReport]:
         try:
-            if self.is_aborted:
+            if self.is_given_up:
                 raise SaveAbortedError("the save was aborted", phase="stage")
             written = write_in_background(snapshot, self.prepared.target, self.engine)
         except BaseException:  # passed on; no write owns the snapshot yet
             give_up(snapshot, self.prepared.target, self.engine)
             raise
-        if self.is_aborted:  # meanwhile, by a caller that found no job to cancel
+        if self.is_given_up:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written)
         return written
 
@@ -312,7 +312,7 @@ class SplitSave(BackgroundSave):
         Args:
             is_certain: Whether the coordinator has said that it is not committed.
         """
-        if self.visit.was_left:
+        if self.progress.state in (State.COMMITTED, State.FAILED):
             return
         self.engine.stop_threads(self.job)
         early = self.early
@@ -336,8 +336,20 @@ class SplitSave(BackgroundSave):
     @property
     def is_unscheduled(self) -> bool:
         """Whether it may never be scheduled."""
+        return not self._was_started
+
+    def allow_early_commit(self) -> EarlyCommit | None:
+        """The early commit, if there can be one, which is allowed now.
+
+        Begins it if this rank has nothing to write.
+        """
         early = self.early
-        return not (self._was_started or (early is not None and early.identity))
+        if early is not None:
+            early.allow()
+            if not self.has_to_run:
+                self._was_started = True  # no snapshot is scheduled
+                early.begin()
+        return early
 
     def end(self, *, committed: bool) -> None:
         """End this save."""

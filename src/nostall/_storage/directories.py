@@ -36,7 +36,7 @@ class Visit:
         self._directory = directory
         self._created = created
         self._thread: threading.Thread | None = None
-        self.was_left = False
+        self._was_left = False
         """Whether the save has ended: committed, given up, or continued by its thread."""
         self.is_removed = False
         """Whether files of this save were removed, so that it must not be committed."""
@@ -55,7 +55,7 @@ class Visit:
     def end(self, *, committed: bool) -> None:
         """Mark the save as over. Idempotent."""
         with _state.lock:
-            self.was_left = True
+            self._was_left = True
             if committed:
                 _state.visits.discard(self)
                 return
@@ -83,8 +83,8 @@ class Visit:
         """Whether the writing thread has continued; once true, it stays true for all threads."""
         thread = self._thread
         if thread is threading.current_thread() or (thread is not None and not thread.is_alive()):
-            self.was_left = True
-        return self.was_left
+            self._was_left = True
+        return self._was_left
 
 
 class _State:
