@@ -120,7 +120,7 @@ def test_a_caller_changes_only_its_own() -> None:
     """The next save needs the places again."""
     (results, _) = results_of(small())
     places = StorageData([sent(results)])
-    mine = places.as_made()
+    mine = StorageData(places.parts)
     mine[results[0].index] = mine.pop(results[1].index)
     del mine[results[2].index]
     assert len(mine) == 2

@@ -230,10 +230,6 @@ class StorageData(MutableMapping[MetadataIndex, Any]):
         """As a dictionary, the one that changes change."""
         return made(self.parts, {})
 
-    def as_made(self) -> StorageData:
-        """The same without changes, for somebody who may change it."""
-        return StorageData(self.parts)
-
     def copy(self) -> dict[MetadataIndex, Any]:
         """A dictionary, as of one."""
         return dict(self.in_full)

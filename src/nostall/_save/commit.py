@@ -265,8 +265,8 @@ def commit_results(
         if plan is not None:
             plan.is_committed |= is_committed
             plan.has_failed = not is_committed
-    if isinstance(places := metadata.storage_data, StorageData):  # the caller may change it
-        metadata.storage_data = places.in_full if plan is None else places.as_made()
+    if plan is None and isinstance(places := metadata.storage_data, StorageData):
+        metadata.storage_data = places.in_full
     if plan is None or len(results) == 1 or settings.is_elsewhere:
         return
     described = metadata.storage_meta
