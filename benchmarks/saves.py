@@ -125,6 +125,7 @@ class Saves:
                     self.workload.advance()
                     self.group.barrier()
                     wait_durable(contender.save(self.workload.state, path / f"save-{number}"))
+                samples.append(machine.tree_memory_nbytes())  # a short save may fall between two
             finally:
                 contender.close()
                 _engine.reset()

@@ -80,9 +80,11 @@ def test_two_ranks_start_themselves() -> None:
     )
     assert done.returncode == 0, done.stderr
     _, contenders = stored()
-    for row in contenders.values():
+    for name, row in contenders.items():
         assert row["status"] == "in", row["why"]
-        assert row["samples"]["memory_nbytes"][0] > 0
+        (memory_nbytes,) = row["samples"]["memory_nbytes"]
+        if name == "nostall overlapped":  # what it keeps is sampled when the save is over
+            assert memory_nbytes > 0
 
 
 class Stale(DcpSave):
