@@ -439,7 +439,9 @@ class CheckpointManager:
             (metric,) = self._better
         if metric is None or metric not in self._better:
             raise OptionError(
-                f"metric={metric!r} is not one of {sorted(self._better)}",
+                f"this manager does not know which value of metric={metric!r} is better, but of"
+                f" {sorted(self._better)} only",
+                path=self._steps.root,
                 hint='name it in metrics={"loss": "min"} of the manager',
             )
         records = self._steps.look(partial(self._retention.records, with_files=True))

@@ -202,7 +202,10 @@ def _values(one: Checkpoint, other: Checkpoint, names: Sequence[str]) -> Iterato
             elif left != right:
                 what = "the stored objects have other bytes"
             if what is not None and name.startswith(_OF_MANAGER):
-                what = "the records of a CheckpointManager differ: times, metrics, random numbers"
+                what = (
+                    "what a CheckpointManager has recorded differs: times and metrics of the step,"
+                    " or generators and extra of a rank"
+                )
             if what is not None:
                 yield name, what
             report(done, ends[-1])
