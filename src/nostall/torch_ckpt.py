@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import io
 import os
+import stat
 import uuid
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -28,7 +30,6 @@ from nostall._storage.locations import absolute, without_links
 from nostall._storage.posix import (
     give_name,
     identity_of,
-    keep_mode_and_owner,
     make_name_durable,
     remove_leftover,
     sync_name,
@@ -52,6 +53,24 @@ _last_to: WeakValueDictionary[tuple[int, str], Future[RankReport]] = WeakValueDi
 
 _NAME_LENGTH = 48
 """Characters of a temporary file's name, which may have 255 bytes: up to four each."""
+
+
+def _keep_mode_and_owner(path: str, *, of: str) -> None:
+    """Give a file the mode and owner of the file that it is to replace, if one exists.
+
+    Raises:
+        OSError: That is a device, a FIFO or a socket.
+    """
+    try:
+        old = os.stat(of)
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISREG(old.st_mode) or stat.S_ISDIR(old.st_mode)):  # rename refuses a directory
+        raise OSError(errno.EINVAL, "the path is that of a device, a FIFO or a socket")
+    with suppress(PermissionError):  # another user's file; the directory may be shared
+        os.chown(path, old.st_uid, old.st_gid)
+    with suppress(PermissionError):  # this file system has no modes
+        os.chmod(path, stat.S_IMODE(old.st_mode))
 
 
 class _FileSave(BackgroundSave):
@@ -185,7 +204,7 @@ class _FileSave(BackgroundSave):
                 )
             if self.is_given_up:
                 raise SaveAbortedError("the save was aborted", phase="commit", path=self._path)
-            keep_mode_and_owner(temporary, of=self._path)
+            _keep_mode_and_owner(temporary, of=self._path)
             identity = identity_of(temporary)
             give_name(
                 self._path,

@@ -514,24 +514,6 @@ def is_same(one: str | int, other: str) -> bool:
         return False
 
 
-def keep_mode_and_owner(path: str, of: str) -> None:
-    """Give a file the mode and owner of the file that it is to replace, if one exists.
-
-    Raises:
-        OSError: That is a device, a FIFO or a socket.
-    """
-    try:
-        old = os.stat(of)
-    except FileNotFoundError:
-        return
-    if not (stat.S_ISREG(old.st_mode) or stat.S_ISDIR(old.st_mode)):  # rename refuses a directory
-        raise OSError(errno.EINVAL, "the path is that of a device, a FIFO or a socket")
-    with suppress(PermissionError):  # another user's file; the directory may be shared
-        os.chown(path, old.st_uid, old.st_gid)
-    with suppress(PermissionError):  # this file system has no modes
-        os.chmod(path, stat.S_IMODE(old.st_mode))
-
-
 def sync_directory(path: str) -> None:
     """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
