@@ -118,14 +118,15 @@ def test_objects_are_made_when_somebody_looks() -> None:
 
 def test_a_caller_changes_only_its_own() -> None:
     """The next save needs the places again."""
-    (results, _) = results_of(small())
-    places = StorageData([sent(results)])
-    mine = StorageData(places.parts)
+    found = small()
+    (results, _) = results_of(found)
+    publication = publication_of(complete_metadata(found, [sent(results)]))
+    mine = publication.storage_data
     mine[results[0].index] = mine.pop(results[1].index)
     del mine[results[2].index]
     assert len(mine) == 2
     assert mine[results[0].index] == results[1].storage_data
-    assert places == {each.index: each.storage_data for each in results}
+    assert publication.storage_data == {each.index: each.storage_data for each in results}
     copied: object = mine.copy()
     assert type(copied) is dict
     assert copied == mine

@@ -56,7 +56,7 @@ class InvalidIndexError(ValueError):
 
 
 class Properties(NamedTuple):
-    """What a tensor's dtype is, and what else DCP stores of a tensor, in plain values."""
+    """The dtype of a tensor and what else DCP stores of it, in plain values."""
 
     dtype: str
     """Without ``torch.``; ``layout``, too."""
@@ -156,7 +156,7 @@ def written(index: ItemIndex) -> WrittenIndex:
 
 
 def encoded(index: ItemIndex) -> WrittenIndex:
-    """As :func:`written`, but whatever it says."""
+    """The bytes of an index, whatever it says; :func:`written` looks at that, too."""
     names = "".join(index.names).encode()
     dimensions = list(chain.from_iterable(index.shapes))
     counts = len(index.names), len(index.file), len(index.shapes), len(dimensions), len(names)

@@ -87,7 +87,7 @@ class Publication:
     program: tuple[bytes, ...]
     """The pickle, in pieces, without its STOP instruction."""
     places: tuple[Places, ...]
-    """Of each rank's items."""
+    """Where the items of each rank are."""
     files: frozenset[str]
     """Names of the shard files."""
     is_renamable: bool

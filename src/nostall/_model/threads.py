@@ -261,7 +261,7 @@ def spawn_in_torch(name: str, work: Callable[[], object]) -> Future[None]:
 
 
 _under_way: dict[Future[None], str] = {}
-"""What an ending interpreter waits for, with the names of the threads."""
+"""Threads that an ending interpreter waits for, and their names."""
 
 
 def _finish_at_exit() -> None:

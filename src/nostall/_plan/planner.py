@@ -106,7 +106,7 @@ def vouched(planner: SavePlanner) -> Vouched | None:
 
 
 class PlannerKey(NamedTuple):
-    """What a planner's plans follow from, apart from the state dict."""
+    """Identifies what the plans of a planner follow from, apart from the state dict."""
 
     kind: Hashable
     """Its class."""

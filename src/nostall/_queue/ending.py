@@ -52,7 +52,7 @@ lose saves. Ordered by their first request, which is the same order on all ranks
 it."""
 
 scheduled = Scheduled()
-"""What this process has scheduled, which ranks compare."""
+"""Requests that this process has scheduled, whose number ranks compare."""
 
 _lost_at_exit: list[str] = []
 """Paths of saves that failed while the interpreter waited for the threads that made them."""

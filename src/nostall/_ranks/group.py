@@ -399,7 +399,7 @@ class Records:
     def __init__(self, save: SaveId, rank: int, world_size: int) -> None:
         series = f"{_KEY}save/{save.series:016x}"
         self._key = f"{series}/{save.number}/"
-        """Of a record, before the rank that left it."""
+        """Beginning of the keys of records; the rank that left one follows."""
         self._decision = f"{series}/decision-{save.number % _DECISIONS}"
         self._number = save.number
         self._rank = rank

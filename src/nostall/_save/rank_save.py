@@ -425,7 +425,7 @@ class RankSave:
             self._state.discard(is_certain=is_certain)
 
     def allow_early_commit(self) -> EarlyCommit | None:
-        """As :meth:`SplitSave.allow_early_commit`; ``None`` if no split save is planned."""
+        """Allow the early commit of a split save, if one is planned."""
         return None if self.split is None else self.split.allow_early_commit()
 
     def end(self, *, committed: bool) -> None:

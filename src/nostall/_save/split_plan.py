@@ -95,7 +95,7 @@ class CheckpointMetadataCache(PlanMemory):
         self.known_results = KnownResults()
         """On the coordinator, the results of all ranks."""
         self.retired = Retired()
-        """What saves that are over have left in the store."""
+        """Records that saves which are over have left in the store."""
         self._begun: list[weakref.ref[SplitSave]] = []
         """Saves of the present series that are not finalised."""
         self._saves_to: Counter[str] = Counter()

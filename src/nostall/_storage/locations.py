@@ -209,7 +209,7 @@ def require_directory(path: str) -> None:
 
 
 def why_no_directory(path: str, code: int | None = None) -> str | None:
-    """What is in the way of a directory, and what to do about it, if that is known.
+    """A hint about what is in the way of a directory and what to do, if that is known.
 
     Args:
         path: The directory.
@@ -243,7 +243,7 @@ def storage_at(place: str, *, sync: bool = True, direct: bool = False) -> Storag
 
 
 def object_storage_at(place: str) -> ObjectStorage:
-    """As :func:`storage_at`, for an address."""
+    """The storage at an address; see :func:`storage_at`."""
     # Here and not at the top: no save to a file system needs them.
     from nostall._storage.objects.object_storage import ObjectStorage
 

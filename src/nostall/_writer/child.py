@@ -352,7 +352,7 @@ class ChildProcess(Generic[T]):
 
 
 class _Written(NamedTuple):
-    """What a writer process has of a job until it answers."""
+    """The part of a job that is kept until the writer process answers."""
 
     lease: Lease
     created: list[str]
