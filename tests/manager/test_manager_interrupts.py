@@ -28,7 +28,7 @@ from nostall._model.threads import (
 from nostall.manager import SaveHandle
 from support import loaded
 from support.faults import Hold, inject
-from support.interrupts import calls_ours, interrupted, takes_a_lock
+from support.interrupts import calls_ours, interrupt_the_wait, interrupted, takes_a_lock
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("python_handles_ctrl_c")
@@ -226,10 +226,7 @@ def test_a_second_signal_interrupts_a_finalize_function() -> None:
 @pytest.mark.parametrize("comes", ["before the wait", "in the wait"])
 def test_a_wait_is_interrupted(patience: int, comes: str) -> None:
     """At once, or by a second signal while something is completed; a wait behind it is whole."""
-    main = threading.main_thread().ident
-    assert main is not None
     never: Future[None] = Future()
-    timers = [threading.Timer(0.2 * n, signal.pthread_kill, (main, signal.SIGINT)) for n in (1, 2)]
 
     def wait() -> None:
         with uninterrupted(patience=patience):
@@ -238,8 +235,7 @@ def test_a_wait_is_interrupted(patience: int, comes: str) -> None:
                     for _ in range(patience):
                         signal.raise_signal(signal.SIGINT)
                 else:
-                    for timer in timers[:patience]:
-                        timer.start()
+                    interrupt_the_wait(patience)
                 is_done(never, 60.0)
             finally:
                 assert not is_done(never, 0.1)

@@ -32,6 +32,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from support.ending import end
 from support.faults import Fault, Hold, inject
+from support.interrupts import interrupt_the_wait
 from support.states import schedule, small_state
 from support.waiting import wait_until
 
@@ -337,12 +338,12 @@ def a_second_ctrl_c_leaves_the_wait_for_other_ranks(out: Path) -> str:
     schedule(queue, out / "save", {f"rank{dist.get_rank()}": torch.ones(1000)})
     left = "nothing"
     if dist.get_rank() == 0:
-        for number in (1, 2):
-            threading.Timer(number / 2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        interrupting = interrupt_the_wait(2)
         try:
             queue.wait()
         except KeyboardInterrupt:
             left = "the wait"
+        interrupting.join()
         store.set("rank 0 has left", "")
     else:
         store.wait(["rank 0 has left"])

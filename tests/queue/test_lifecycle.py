@@ -250,7 +250,7 @@ def test_a_poll_does_not_wait_for_ranks_that_poll_later(tmp_path: Path) -> None:
 
 
 def test_a_second_ctrl_c_leaves_the_wait_for_other_ranks(tmp_path: Path) -> None:
-    """Within a second; the first one is raised when the ranks have finalised together."""
+    """The first one is raised when the ranks have finalised together."""
     found = run_ranks(2, "endings:a_second_ctrl_c_leaves_the_wait_for_other_ranks", tmp_path)
     assert found == ["the wait", "nothing"]
 

@@ -1,4 +1,4 @@
-"""SIGINT at a chosen event of the main thread."""
+"""SIGINT at a chosen event of the main thread, or while it waits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from nostall._model.threads import _deferral
+from support.waiting import wait_until
 
 OURS = f"{os.sep}nostall{os.sep}"
 
@@ -53,3 +56,21 @@ def interrupted(
     finally:
         sys.setprofile(None)
         signal.signal(signal.SIGINT, before)
+
+
+def interrupt_the_wait(times: int) -> threading.Thread:
+    """SIGINT for the main thread once it waits, and again when that has arrived.
+
+    Args:
+        times: How often; the wait has to be one that is left after so many.
+    """
+
+    def interrupt() -> None:
+        wait_until(lambda: _deferral.is_interruptible and _deferral.patience == times)
+        for number in range(times):
+            wait_until(lambda: _deferral.asked == number)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
