@@ -16,8 +16,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +129,31 @@ def check(address: str, committed: set[int], newest: int) -> int:
 
 
 def apart(call: Callable[..., Any], *arguments: Any) -> Any:
-    """Call in a process of its own: a fork of one that has used a store cannot use one."""
-    with get_context("spawn").Pool(1) as pool:
-        return pool.apply(call, arguments)
+    """Call in another process: a fork of one that has used a store cannot use one."""
+    other = _other_process()
+    other.send((call, arguments))
+    found = other.recv()
+    if isinstance(found, BaseException):
+        raise found
+    return found
+
+
+@cache
+def _other_process() -> Connection:
+    """Where one that answers calls is reached; it takes seconds to start."""
+    spawning = get_context("spawn")
+    here, there = spawning.Pipe()
+    spawning.Process(target=_answer, args=(there,), daemon=True).start()
+    return here
+
+
+def _answer(calls: Connection) -> None:
+    while True:
+        call, arguments = calls.recv()
+        try:
+            calls.send(call(*arguments))
+        except Exception as error:  # raised where the call came from
+            calls.send(error)
 
 
 def remove_saves(address: str, upto: int) -> None:
