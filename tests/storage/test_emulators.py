@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -18,75 +13,25 @@ from nostall._storage.port import Storage
 from nostall.cli import main
 from nostall.integrity import State
 from programs.save_once import save, save_in_background
-from support import storage_contract
+from support import emulators, storage_contract
 from support.object_store import is_loaded
-from support.ranks import TESTS
-
-AZURITE = (
-    "--blobPort",
-    "0",
-    "--inMemoryPersistence",
-    "--disableTelemetry",
-    "--silent",
-    "--skipApiVersionCheck",
-)
-ACCOUNT = "devstoreaccount1"
-KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Of all emulators of Microsoft's store; Microsoft publishes it."""
-
-
-@contextmanager
-def server(command: list[str], directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a server."""
-    process = subprocess.Popen(
-        command,
-        cwd=directory,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def address_of(process: subprocess.Popen[str]) -> str:
-    """What a server prints at the end of a line."""
-    lines = (line.split() for line in process.stdout or ())
-    return next(line[-1] for line in lines if line and line[-1].startswith("http://"))
 
 
 @pytest.fixture
-def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a bucket of a server with Google's headers and S3's behaviour."""
-    bucket = f"b{uuid.uuid4().hex}"
-    command = [sys.executable, "-W", "ignore", "-m", "programs.gcs_server", bucket]
-    with server(command, TESTS) as started:
-        monkeypatch.setenv("GOOGLE_BASE_URL", address_of(started))
-        monkeypatch.setenv("GOOGLE_BEARER_TOKEN", "any")
-        yield f"gs://{bucket}"
+def google() -> Iterator[str]:
+    """The address of a bucket."""
+    with emulators.google() as bucket:
+        yield bucket
 
 
 @pytest.fixture
-def microsoft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """The address of a container of azurite."""
-    blobs = pytest.importorskip("azure.storage.blob", reason="`nox -s emulators` installs it")
-    program = shutil.which("azurite-blob")
-    if program is None:
+def microsoft() -> Iterator[str]:
+    """The address of a container."""
+    pytest.importorskip("azure.storage.blob", reason="`nox -s emulators` installs it")
+    if shutil.which("azurite-blob") is None:
         pytest.skip("azurite is not installed; `nox -s emulators` does it where npm is")
-    container = f"c{uuid.uuid4().hex}"
-    with server([program, *AZURITE], tmp_path) as azurite:
-        endpoint = f"{address_of(azurite)}/{ACCOUNT}"
-        service = blobs.BlobServiceClient(endpoint, credential=KEY)
-        service.create_container(container)
-        service.close()
-        monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", endpoint)
-        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
-        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
-        yield f"az://{container}"
+    with emulators.microsoft() as container:
+        yield container
 
 
 @pytest.fixture(params=["google", "microsoft"])

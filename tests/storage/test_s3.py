@@ -37,7 +37,7 @@ from nostall.integrity import State
 from programs.save_once import save, save_in_background, state_of
 from support import storage_contract
 from support.faults import Fault, Hold, inject
-from support.object_store import S3Server, is_loaded
+from support.object_store import ATTEMPTS, S3Server, is_loaded
 from support.pages import code_blocks
 from support.ranks import run_script
 from support.states import schedule
@@ -47,8 +47,6 @@ PART = {"method": "PUT", "has": "partNumber"}
 COMMIT = {"method": "PUT", "has": "/.metadata"}
 COMPLETION = {"method": "POST", "has": "uploadId"}
 SLOW_DOWN = {"do": "answer", "status": 503, "code": "SlowDown"}
-ATTEMPTS = 4
-"""Of the client, for each request."""
 ABORTS_LAST_PARTS = tuple(map(int, obstore.__version__.split(".")[:2])) >= (0, 12)
 """Whether an upload is aborted that fails when the last parts are already handed over."""
 

@@ -1,21 +1,25 @@
-"""As soak.py, with checkpoints in an S3 server on loopback, in objects of several parts.
+"""Soak as soak.py does, with checkpoints in a store on loopback, in objects of several parts.
 
 After every kill whatever has metadata verifies and holds the values of one save, and every save
 that was reported is there. At the end, when the addresses of interrupted saves were saved to once
 more or removed, there is no object that no metadata names. Uploads that a kill interrupted stay.
 
-    python tests/stress/object_soak.py --kills 200
+    python tests/stress/object_soak.py --kills 200 --store seaweedfs
+
+Stores are ``moto``, ``swift``, ``seaweedfs``, ``google`` and ``microsoft``, the last two emulators.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -35,14 +39,16 @@ from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from stress.soak import KEPT, PATIENCE_S, RANKS, Life, Violation, main
+from support import emulators
 from support.faults import writer_pids
-from support.object_store import S3Server, s3_server
+from support.object_store import SERVERS, s3_server
 from support.ranks import run_script
 from support.states import schedule
 from support.waiting import wait_until
 
 LENGTH = 3 << 19
 """Of a tensor of 6 MiB; with a file per rank, each has two parts."""
+EMULATORS = {"google": emulators.google, "microsoft": emulators.microsoft}
 ROUNDED_S = 3.0
 """The store rounds times to seconds, which a save allows for."""
 
@@ -172,6 +178,28 @@ def newest_at(place: str) -> float:
     return max((storage.stat(name).changed_s for name in storage.list()), default=0.0)
 
 
+def empty_files(address: str) -> list[str]:
+    """What has no content, of all checkpoints."""
+    places = [storage_at(f"{address}/{name}") for name in storage_at(address).list()]
+    return [
+        place.where(name)
+        for place in places
+        for name in place.list()
+        if not place.stat(name).nbytes
+    ]
+
+
+@contextmanager
+def bucket_of(store: str) -> Iterator[str]:
+    """The address of a bucket of a server that runs meanwhile."""
+    if store in EMULATORS:
+        with EMULATORS[store]() as bucket:
+            yield bucket
+    else:
+        with s3_server(store) as server:
+            yield f"s3://{server.new_bucket()}"
+
+
 def save_once_more(root: Path, place: str) -> None:
     """A job that begins after all others ended saves once."""
     newest_s = apart(newest_at, place)
@@ -181,14 +209,13 @@ def save_once_more(root: Path, place: str) -> None:
         raise Violation(f"the last save: {done.stderr}")
 
 
-def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
+def soak(bucket: str, kills: int, seed: int, root: Path) -> dict[str, Any]:
     """Kill so many times; what was counted."""
     chance = random.Random(seed)
     totals: Counter[str] = Counter()
     committed: set[int] = set()
     newest, killed, started = -1, 0, time.monotonic()
-    bucket = server.new_bucket()
-    address = f"s3://{bucket}/run"
+    address = f"{bucket}/run"
     while True:
         life = Life(root, first=newest + 1, program=partial(train, address))
         life.start()
@@ -218,8 +245,7 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
             break
     apart(remove_saves, address, newest - 2 * KEPT)  # numbers that no life has come to
     save_once_more(root, f"{address}/overwritten")
-    totals["uploads interrupted"] = len(server.unfinished(bucket))
-    if left := [key for key, nbytes in server.sizes(bucket).items() if not nbytes]:
+    if left := apart(empty_files, address):
         raise Violation(f"empty: {left}")
     return {
         **totals,
@@ -230,5 +256,8 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with s3_server() as started:
-        sys.exit(main(partial(soak, started), __doc__ or ""))
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--store", choices=[*SERVERS, *EMULATORS], default="moto")
+    asked, others = parser.parse_known_args()
+    with bucket_of(asked.store) as started:
+        sys.exit(main(partial(soak, started), __doc__ or "", others))

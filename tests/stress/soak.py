@@ -316,12 +316,16 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
     }
 
 
-def main(soak: Callable[[int, int, Path], dict[str, Any]], what: str) -> int:
+def main(
+    soak: Callable[[int, int, Path], dict[str, Any]],
+    what: str,
+    arguments: Sequence[str] | None = None,
+) -> int:
     """Soak, and say what was seen; exit status 1 for a violation."""
     parser = argparse.ArgumentParser(description=what.splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=".", prefix="soak-") as directory:
         root = Path(directory).resolve() / "checkpoints"
         root.mkdir()

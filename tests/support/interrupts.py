@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 from nostall._model.threads import _deferral
@@ -65,10 +66,13 @@ def interrupt_the_wait(times: int) -> threading.Thread:
         times: How often; the wait has to be one that is left after so many.
     """
 
+    def has_come(number: int) -> bool:
+        return _deferral.asked == number
+
     def interrupt() -> None:
         wait_until(lambda: _deferral.is_interruptible and _deferral.patience == times)
         for number in range(times):
-            wait_until(lambda: _deferral.asked == number)
+            wait_until(partial(has_come, number))
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -29,6 +29,8 @@ SERVERS = {
 }
 """Program, name and password of what tests may run against."""
 ENVIRONMENT = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+ATTEMPTS = 4
+"""So often the client sends a request that fails on the server's side."""
 _END_TIMEOUT_S = 30
 
 
@@ -38,7 +40,8 @@ class S3Server:
 
     endpoint: str
     knows_if_match: bool
-    """Whether it replaces an object on a condition; otherwise a request without one follows."""
+    """Whether it replaces an object on a condition; otherwise a request without one follows those
+    with one, which the client repeats, as the answer is 501."""
     forgets_prefixes: bool = True
     """Whether it lists no prefix whose objects were removed; SeaweedFS does for over a minute."""
 
@@ -61,7 +64,8 @@ class S3Server:
 
     def inject_into_replacing(self, *faults: dict[str, Any]) -> None:
         """Replace the faults by some that hit the request that replaces an object."""
-        self.inject(*({**each, "after": 0 if self.knows_if_match else 1} for each in faults))
+        refused = 0 if self.knows_if_match else ATTEMPTS
+        self.inject(*({**each, "after": refused} for each in faults))
 
     def requests(self) -> list[str]:
         """The requests since the last call."""
