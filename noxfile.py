@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import email
 import os
+import re
 import shutil
 import sys
 import zipfile
@@ -87,6 +88,9 @@ UNIT_TESTS = (
     "tests/public/test_types.py",
     "tests/cli/test_prune.py",
 )
+
+VAGUE = re.compile(r'\s*r?"""(As|Of|Those|The same|What)\b')
+"""The beginning of a docstring that leaves a reader to guess the noun."""
 
 S3 = ("tests/storage/test_s3.py", "tests/manager/test_manager_in_s3.py")
 AZURITE = "azurite@3.37.0"
@@ -366,6 +370,14 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("lint-imports")
+    vague = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in sorted((ROOT / "src").rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if VAGUE.match(line)
+    ]
+    if vague:
+        session.error("\n".join(("docstrings that do not say what a thing is:", *vague)))
 
 
 @nox.session

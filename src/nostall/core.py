@@ -326,7 +326,7 @@ class AsyncCallsQueue:
         return self._wait(timeout, hint="wait again, or close(abort=True)")
 
     def _wait(self, timeout: float | None, *, hint: str) -> list[int]:
-        """As :meth:`wait`; ``hint`` is that of the timeout error."""
+        """Wait for all requests; ``hint`` is that of the timeout error."""
         if timeout is None:
             return self.maybe_finalize_async_calls(blocking=True)
         if not is_possible_wait(timeout):

@@ -244,9 +244,9 @@ class FileSystemWriterAsync(FileSystemWriter):
         return type(self).prepare_global_plan is FileSystemWriterAsync.prepare_global_plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As stock; if a checkpoint exists, the plans say so, as other hosts may not see it yet.
+        """Give each rank a prefix of file names; other hosts learn of an existing checkpoint.
 
-        Unless names of files are unique.
+        From the plans, as they may not see it yet; not if names of files are unique.
         """
         plans = super().prepare_global_plan(plans)
         settings = self._rank_save.settings
@@ -375,7 +375,7 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     @property
     def promotion(self) -> Promotion | None:
-        """What brings this writer's last checkpoint from ``local_staging_dir`` to ``path``.
+        """The copy of this writer's last checkpoint from ``local_staging_dir`` to ``path``.
 
         ``promotion.done`` and ``promotion.result(timeout)`` tell when it is committed there.
         ``None`` on other ranks than the coordinator, before the local commit, and without

@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadStats:
-    """What one rank has loaded."""
+    """Bytes, files and seconds of one load, on one rank."""
 
     path: str
     items: int

@@ -267,7 +267,7 @@ class TorchAsyncCheckpoint:
     else:
 
         def async_save(self, state_dict: object, *args: Any, **kwargs: Any) -> None:
-            """As ``torch.save(state_dict, path, ...)``, writing in the background.
+            """Save as ``torch.save(state_dict, path, ...)`` does, writing in the background.
 
             Directories are made. The mode and, where permitted, the owner of an existing file are
             kept; a device, a FIFO or a socket is refused. :meth:`finalize_async_save` raises errors

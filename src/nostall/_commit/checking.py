@@ -1,4 +1,4 @@
-"""What a checkpoint says of its shard files, and the verification of one of them.
+"""The shard files that a checkpoint describes, and the verification of one of them.
 
 A file is verified by its size, and by its checksum in the manifest or those of the archives in it.
 Imports torch for items only.
@@ -69,7 +69,7 @@ class ExpectedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a checkpoint says of itself."""
+    """A checkpoint's description of itself."""
 
     files: tuple[ExpectedFile, ...]
     """By name."""
@@ -213,7 +213,7 @@ def look_at(files: Files, expected: ExpectedFile, on_read: Callable[[int], objec
 
 
 def damage_by(error: OSError | NostallError, file: str) -> Damage:
-    """What an error says about a file."""
+    """The damage of a file that an error tells of."""
     if isinstance(error, FileNotFoundError):
         return Damage(file=file, what="missing")
     return Damage(file=file, what=unreadable(error), is_certain=not leaves_open(error))
@@ -225,7 +225,7 @@ def unreadable(error: OSError | NostallError) -> str:
 
 
 def _look_into(files: Files, expected: ExpectedFile, on_read: Callable[[int], object]) -> Looked:
-    """As :func:`look_at`, by the checksums of the archives in the file."""
+    """Verify a file by the checksums of the archives in it."""
     name = expected.name
     wrong: list[tuple[str, str]] = []
     unchecked: list[str] = []

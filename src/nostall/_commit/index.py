@@ -132,7 +132,7 @@ class WrittenIndex:
         )
 
     def renamed(self, names: Mapping[str, str]) -> WrittenIndex:
-        """The same with other file names.
+        """A copy with other file names.
 
         Args:
             names: The present name of each file.

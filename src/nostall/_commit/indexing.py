@@ -331,7 +331,7 @@ class Items:
 
 
 def entries_and_places(index: ItemIndex, *, path: str) -> tuple[Entries, Places]:
-    """What ``state_dict_metadata`` and ``storage_data`` are in metadata with this index.
+    """The ``state_dict_metadata`` and ``storage_data`` of metadata with this index.
 
     Raises:
         UnknownMetadataError: As :class:`Items`.

@@ -42,11 +42,11 @@ class PlanColumns(NamedTuple):
     kinds: bytes
     """Values of ``WriteItemType``."""
     offsets: list[_Size | None]
-    """Of the chunk in its tensor; ``None`` for an object."""
+    """Where the chunk begins in its tensor; ``None`` for an object."""
     sizes: list[_Size]
-    """Of the chunk."""
+    """Lengths of the chunk."""
     shapes: list[_Size]
-    """Of the tensor."""
+    """Shapes of the tensors."""
     properties_of: list[int]
     """Positions in the next list; 0 for an object."""
     properties: list[TensorProperties]
@@ -137,7 +137,7 @@ def in_full(plan: CompactPlan) -> SavePlan:
 
 
 def sharing(plans: Iterable[CompactPlan]) -> list[CompactPlan]:
-    """The same plans; columns that are equal to those of the rank before are the same objects."""
+    """Equal plans, whose columns are one object if they are equal on two neighbouring ranks."""
     shared: list[CompactPlan] = []
     before: CompactPlan | None = None
     for plan in plans:
@@ -190,12 +190,12 @@ class LocalPlans(Sequence[SavePlan]):
 
     @classmethod
     def of(cls, plans: Sequence[SavePlan]) -> LocalPlans:
-        """The same, whatever holds them."""
+        """These plans as this class, whatever holds them."""
         return plans if isinstance(plans, LocalPlans) else cls(plans)
 
     @classmethod
     def of_plain(cls, plans: Any) -> LocalPlans | None:
-        """Those in a checkpoint; ``None`` for another form, of a later nostall, say."""
+        """The plans in a checkpoint; ``None`` for another form, of a later nostall, say."""
         if type(plans) is not list or not all(isinstance(each, list | SavePlan) for each in plans):
             return None
         try:

@@ -93,7 +93,7 @@ class Publication:
     is_renamable: bool
     """Whether no item is named like a file; otherwise the pickle may have one text for both."""
     index: WrittenIndex | None
-    """Of the items; ``None`` if it cannot represent all that the metadata says."""
+    """The index of the items; ``None`` if it cannot represent all that the metadata says."""
 
     @property
     def storage_data(self) -> StorageData:
@@ -116,7 +116,7 @@ class Publication:
         return (*self.program, rest[PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
 
     def renamed(self, names: Mapping[str, str]) -> Publication | None:
-        """The same with other names of shard files; ``None`` if names in the pickle are ambiguous.
+        """A copy with other names of shard files; ``None`` if names in the pickle are ambiguous.
 
         Args:
             names: The present name of each file.

@@ -42,10 +42,10 @@ class ResultColumns:
     lengths: array[int]
     """In the file, in bytes."""
     transforms: tuple[str, ...] | None
-    """Of all of them."""
+    """DCP's names of the stream transforms, which all items have in common."""
 
     def renamed(self, names: Mapping[str, str]) -> ResultColumns:
-        """The same under other names of files.
+        """These results under other names of files.
 
         Args:
             names: The present name of each file.
@@ -188,7 +188,7 @@ Places: TypeAlias = ResultColumns | Mapping[MetadataIndex, Any]
 
 
 def renamed(places: Places, names: Mapping[str, str]) -> Places:
-    """The same places under other names of files.
+    """Places under other names of files.
 
     Args:
         places: The places.
@@ -227,7 +227,7 @@ class StorageData(MutableMapping[MetadataIndex, Any]):
 
     @cached_property
     def in_full(self) -> dict[MetadataIndex, Any]:
-        """As a dictionary, the one that changes change."""
+        """All places as one dictionary, which later changes change."""
         return made(self.parts, {})
 
     def copy(self) -> dict[MetadataIndex, Any]:

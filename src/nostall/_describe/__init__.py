@@ -1,1 +1,1 @@
-"""What a checkpoint's metadata file says, read as far as a load needs it."""
+"""The content of a checkpoint's metadata file, read as far as a load needs it."""

@@ -1,4 +1,4 @@
-"""What one ``.metadata`` file says: its index, and its pickle if there is none or it is needed."""
+"""The content of one ``.metadata`` file: its index; its pickle if that is missing or too little."""
 
 from __future__ import annotations
 

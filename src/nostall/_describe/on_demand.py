@@ -49,7 +49,7 @@ class _Entries(Mapping[str, Entry]):
         return made
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of any mapping, without an exception for what is not there."""
+        """The value of a key, or the default; no exception is made on the way."""
         return self[name] if name in self._rows else default
 
     def __contains__(self, name: object) -> bool:

@@ -71,7 +71,7 @@ class StepDirectories:
     root: str
 
     def look(self, find: Callable[[], T]) -> T:
-        """What ``find``, which looks at the steps, returns in time: other ranks may wait for it.
+        """Look at the steps by ``find``, with a deadline: other ranks may wait for the result.
 
         Raises:
             ReadError: Storage refuses to answer.

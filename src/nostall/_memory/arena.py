@@ -37,7 +37,7 @@ _STAGED_PATIENCE_S = 2.0
 _LOOK_AGAIN_S = 0.005
 _MEMFD_PREFIX = "nostall-"
 _MARGIN_NBYTES = 32 << 20
-"""What stays free when memory is reserved: the writer process needs about half of it."""
+"""Stays free when memory is reserved: the writer process needs about half of it."""
 _NBYTES_PER_TABLE_BYTE = 256
 """The page tables of trainer and writer process, each a 512th of the memory."""
 _PROCESSES = 64

@@ -41,7 +41,7 @@ _SMALL_AT_ONCE_NBYTES = 8 << 20
 _AT_ONCE_NBYTES = 4 << 20
 """Limits on the bytes copied inside the call, in small tensors and in all: 1 to 2 ms."""
 _LARGEST_AT_ONCE_NBYTES = 1 << 20
-"""Of one tensor: a larger one is no statistic, and its copy in new pages costs 0.4 ms per MiB."""
+"""Limit on one tensor: no statistic is larger, and new pages for a copy cost 0.4 ms per MiB."""
 
 _memcpy = ctypes.CDLL(None).memcpy  # not ctypes.memmove(), whose argument conversion is slower
 _memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

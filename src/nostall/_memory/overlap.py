@@ -129,7 +129,7 @@ class SnapshotFence:
                 raise
 
     def wait_or_lose(self) -> None:
-        """As :meth:`wait`, for an optimizer's step: after the timeout the save fails."""
+        """Wait before an optimizer's step; after the timeout the save fails."""
         try:
             self.wait(self._timeout_s)
         except SaveTimeoutError:

@@ -57,7 +57,7 @@ def use_fastest() -> str | None:
 
 
 def use_fastest_from(directory: str) -> None:
-    """As :func:`use_fastest`, for a process that imports nothing else from site-packages."""
+    """Use the fastest in a process that imports nothing else from site-packages."""
     sys.path.append(directory)
     try:
         use_fastest()

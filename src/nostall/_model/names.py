@@ -24,7 +24,7 @@ _OF_ONE_RANK = re.compile(r"__\d+" + re.escape(METADATA_SUFFIX))
 
 
 class FileFormat(Enum):
-    """What shard files are; the value is the suffix of their names."""
+    """The format of shard files; the value is the suffix of their names."""
 
     TORCH_SAVE = SHARD_SUFFIX
     """A row of blobs; a tensor's is an archive of ``torch.save``."""

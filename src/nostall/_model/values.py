@@ -37,7 +37,7 @@ class SaveId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """What the header of a file of safetensors says of a tensor, apart from its place."""
+    """A tensor in the header of a file of safetensors, apart from its place."""
 
     name: str
     dtype: str

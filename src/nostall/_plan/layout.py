@@ -138,7 +138,7 @@ def _pack(shapes: Sequence[ItemShape], items: list[int], count: int) -> list[lis
 
 
 def renamed(layout: Layout, naming: FileNaming) -> Layout:
-    """The same layout with other file names."""
+    """A layout with other file names."""
     files = tuple(
         replace(file, name=naming.name_of(file.group, number))
         for number, file in enumerate(layout.files)

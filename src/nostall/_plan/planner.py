@@ -324,7 +324,7 @@ def _dropped(
 
 
 def _nbytes(plan: PlanColumns) -> Iterable[int]:
-    """What each item adds to the load of a rank: the bytes of the whole tensor; 1 for an object."""
+    """The load that each item is for a rank: the bytes of the whole tensor; 1 for an object."""
     lengths = [_element_nbytes(each) for each in plan.properties]
     for offsets, shape, position in zip(plan.offsets, plan.shapes, plan.properties_of, strict=True):
         yield 1 if offsets is None else math.prod(shape) * lengths[position] or 1

@@ -193,7 +193,7 @@ class AsyncRequest(NamedTuple):
         return save.allow_early_commit()
 
     def freeze(self) -> AsyncRequest:
-        """The same request, closed to further finalize functions."""
+        """A copy of the request, closed to further finalize functions."""
         return self._replace(is_frozen=True)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
@@ -233,7 +233,7 @@ class Call:
         self.begun_s = time.monotonic()
         self.outcome: Future[Outcome] = Future()
         self.late: Failure | None = None
-        """What it fails with, if it fails, once its deadline has passed."""
+        """The failure that counts once its deadline has passed."""
         self.early: EarlyCommit | None = None
         """The early commit of the save that it finalises, if there is to be one."""
         self.process: PythonWorker | None = None
@@ -276,7 +276,7 @@ class AsyncCaller(ABC):
             self.begin(AsyncRequest.of(async_req))
 
     def begin(self, request: AsyncRequest) -> Call:
-        """As :meth:`schedule_async_call`; returns the call."""
+        """Schedule a request; returns the call."""
         default_engine().set_priority(self._cpu_priority, self._io_priority)
         call = Call(request)
         self._calls.append(call)

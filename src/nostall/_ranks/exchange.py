@@ -12,7 +12,7 @@ from nostall._ranks.group import TorchGroup, require_members
 from nostall.errors import OptionError
 
 _BLOCK_NBYTES = 8 << 20
-"""Of a message, sent at a time: the group's deadline is for a block, however long the message."""
+"""How much is sent at a time: the group's deadline is for a block, however long the message."""
 
 
 def require_cpu_members(group: dist.ProcessGroup) -> None:

@@ -36,7 +36,7 @@ CANCEL_TIMEOUT_S = 4.0
 
 
 def sendable(wrapped: _torch.WrappedException) -> _torch.WrappedException:
-    """The same failure with an exception that can be pickled."""
+    """A failure with an exception that can be pickled."""
     error, trace = wrapped
     try:
         pickle.loads(pickle.dumps(error))

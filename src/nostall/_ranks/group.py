@@ -70,7 +70,7 @@ class Coordination(Protocol):
         """
 
     def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
-        """As :meth:`maximum`, without waiting for other ranks. Collective."""
+        """Begin a :meth:`maximum`, without waiting for other ranks. Collective."""
 
     def records(self, save: SaveId) -> Records | None:
         """The records of the ranks about a save; ``None`` if they have no store in common."""
@@ -178,7 +178,7 @@ class TorchGroup:
         return self.begin_maximum(values).wait(timeout_s)
 
     def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
-        """The same all_reduce."""
+        """Begin the all_reduce."""
         device = _torch.device_for_collectives(self._group)
         tensor = torch.tensor(list(values), dtype=torch.int64, device=device)
         with self.together():

@@ -60,14 +60,14 @@ class RankMessage(NamedTuple):
     written: RankFiles
     changed_plan: SavePlan | None
     save_here: SaveId | None
-    """What identifies it among those to its directory; ``None`` if it was not counted."""
+    """Its identity among the saves to its directory; ``None`` if it was not counted."""
     counts_alike: bool
     """Whether all ranks are known to count saves alike."""
     took_s: float
     """From the start of planning until the files were durable."""
 
     def encoded(self) -> bytes:
-        """What is sent; see :func:`decoded`."""
+        """The bytes that are sent; :func:`decoded` reads them."""
         outcome, written, save = self.outcome, self.written, self.save_here
         parts = (
             isinstance(outcome, ResultsReference),

@@ -96,14 +96,14 @@ class EarlyCommit:
         self._is_allowed = self._is_offered = self._is_claimed = False
         self._stopped = threading.Event()
         self._over: Future[None] | None = None
-        """Of the thread, once it was started."""
+        """Done when the thread has ended; ``None`` before it was started."""
         self._lock = threading.Lock()
 
     # --- what the ranks tell each other in a poll -----------------------------------------------
 
     @property
     def identity(self) -> int:
-        """What all ranks have in common if they commit the same save early; 0 for none."""
+        """A number that all ranks share which commit this save early; 0 for none."""
         return self._identity if self._is_allowed else 0
 
     @property

@@ -194,7 +194,7 @@ class WriterSettings:
         )
 
     def _suffix(self, job: str) -> str:
-        """What distinguishes the names of a save's files from those of others."""
+        """The end of the names of a save's files, which no other save uses."""
         # A file system refuses a second file of a name. A store replaces the first one.
         return f"-{job[:8]}-{job[-8:]}" if is_address(self.belongs_at) else f"-{job[:8]}"
 
@@ -428,7 +428,7 @@ def learn(
 def prepare_known(
     known: KnownSave, sources: list[torch.Tensor | bytes], *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
-    """As :func:`prepare`, for a structure that was saved before."""
+    """Prepare a save of a structure that was saved before, without its planner."""
     share, layout, packing = known.share, known.layout, target.settings.packing(engine)
     shapes = _with_lengths(share, sources, known.runs)
     groups, now = known.naming, target.naming

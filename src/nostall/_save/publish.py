@@ -225,7 +225,7 @@ def files_of(storage: Files, name: str) -> set[str]:
 
 
 def files_named_by(storage: Files, name: str) -> set[str]:
-    """As :func:`files_of`.
+    """The files that a checkpoint's metadata names.
 
     Raises:
         OSError: The metadata cannot be read.

@@ -141,7 +141,7 @@ class RankSave:
         return staged.copied
 
     def make_ready(self) -> None:
-        """As :meth:`WriterSettings.make_ready`."""
+        """Make the directory ready, see :meth:`WriterSettings.make_ready`."""
         self._may_replace = self.settings.make_ready(default_engine())
 
     def prepare(self, plan: SavePlan, resolver: Resolver) -> None:
@@ -157,7 +157,7 @@ class RankSave:
         known: KnownSave,
         sources: list[torch.Tensor | bytes],
     ) -> None:
-        """As :meth:`prepare`, for a structure that was saved before.
+        """Prepare a split save of a structure that was saved before.
 
         Args:
             known: The reusable part of that save.
@@ -302,7 +302,7 @@ class RankSave:
 
     @property
     def to_schedule(self) -> SplitSave | None:
-        """What a framework schedules; ``None`` if this rank has nothing to write."""
+        """The save that a framework schedules; ``None`` if this rank has nothing to write."""
         state = self._state
         return state if isinstance(state, SplitSave) and state.has_to_run else None
 
@@ -327,7 +327,7 @@ class RankSave:
         )
 
     def retrieve_failure(self) -> _torch.WrappedException | None:
-        """As :meth:`retrieve_results`, but the failure only; ``None`` after success."""
+        """Why this rank failed, once its files should be there; ``None`` after success."""
         return self._retrieve(SplitSave.require_written, if_nothing=None)
 
     def _retrieve(
@@ -420,7 +420,7 @@ class RankSave:
         return self._state.visit if isinstance(self._state, SplitSave | Written) else None
 
     def discard(self, *, is_certain: bool) -> None:
-        """As :meth:`SplitSave.discard`."""
+        """Remove the files of a split save, see :meth:`SplitSave.discard`."""
         if isinstance(self._state, SplitSave):
             self._state.discard(is_certain=is_certain)
 

@@ -67,7 +67,7 @@ _MOST_DIRECTORIES = 10_000
 
 
 class Counted(NamedTuple):
-    """What identifies a save by the counts of this rank; nothing before ranks agree on a start."""
+    """Identities of a save by the counts of this rank; none before ranks agree on a start."""
 
     save: SaveId | None = None
     """Among all saves; ``None`` if this rank has begun one that will not be finalised, or may never
@@ -205,13 +205,13 @@ class SaveSession(_torch.DistWrapper):
     ) -> None:
         super().__init__(group, use_dist, coordinator)
         self.ranks = Membership(coordination_of(self))
-        """Those that save together; their group may be gone when the save is finalised."""
+        """The ranks that save together; their group may be gone when the save is finalised."""
         self.cache: CheckpointMetadataCache | None = None
         self.planner: SavePlanner | None = None
         self.save: SaveId | None = None
-        """What identifies it; ``None`` if this rank may count otherwise than others."""
+        """Its identity; ``None`` if this rank may count otherwise than others."""
         self.save_here: SaveId | None = None
-        """What identifies it among those to its directory; ``None`` if it was not counted."""
+        """Its identity among the saves to its directory; ``None`` if it was not counted."""
         self.changed_plan: SavePlan | None = None
         self.reused_plans: list[CompactPlan] | None = None
         """On the coordinator, the plans of all ranks that this save reuses; when it is finalised,

@@ -372,7 +372,7 @@ class SplitSave(BackgroundSave):
         return write_results(self.prepared, report)
 
     def require_written(self) -> None:
-        """As :meth:`results`, without returning them.
+        """Wait for the report and check it, without making results.
 
         Raises:
             SaveError: The rank failed.
@@ -382,7 +382,7 @@ class SplitSave(BackgroundSave):
         require_written(self.prepared, report)
 
     def require_complete(self) -> None:
-        """As :meth:`require_written`, from any thread; results are not retrieved yet."""
+        """Check the report, from any thread; results are not retrieved yet."""
         report = self._collect()  # has the names of the files
         require_written(self.prepared, report)
 

@@ -145,7 +145,7 @@ def _require_going(
 
 
 def lease_for(prepared: PreparedSave, engine: Engine, nbytes: int, *, beyond_limit: bool) -> Lease:
-    """As :meth:`Engine.lease`, with errors that name the save."""
+    """Memory of the engine for a snapshot; errors name the save."""
     try:
         return engine.lease(nbytes, beyond_limit=beyond_limit)
     except NostallError as error:

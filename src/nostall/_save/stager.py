@@ -107,7 +107,7 @@ def _copy(
 def _copy_in_background(
     state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline, settings: WriterSettings
 ) -> Staged:
-    """As :func:`_copy`, during training. The future never raises.
+    """Copy during training. The future never raises.
 
     DCP waits for it before it communicates, so an error would leave other ranks waiting for this
     one. The error is noted in the copy instead and raised by the write, where DCP shares failures.

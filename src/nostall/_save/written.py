@@ -1,4 +1,4 @@
-"""What a rank reports after its files are written: DCP's results, and the files."""
+"""The report of a rank whose files are written: DCP's results, and the files."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class WrittenItems(list[WriteResult]):
 
     @property
     def outcome(self) -> Results | ResultsReference:
-        """What the coordinator keeps, or a reference to it."""
+        """The results that the coordinator keeps, or a reference to them."""
         if self._are_sent and self._token is not None:
             return ResultsReference(token=self._token, files=self.files)
         return Results(items=self.items, files=self.files, token=self._token)

@@ -193,7 +193,7 @@ def remove_unnamed(paths: Iterable[str]) -> None:
 
 
 def _content(storage: Files, name: str) -> bytes:
-    """What a metadata file says: names are in it as they are."""
+    """The content of a metadata file, in which names stand as they are."""
     try:
         with open_to_read(storage, name) as stream:
             return read_metadata(stream, storage.where(name))

@@ -32,8 +32,8 @@ _CLIENTS = {
 """The package that each kind of address needs, and how to install it."""
 _NO_OPTIONS = "{}"
 _options: dict[str, str] = {}
-"""What users pass to the clients of buckets, as JSON. A later one replaces an earlier one, as with
-environment variables; each process that saves or promotes gets them with its jobs."""
+"""Options that users pass to the clients of buckets, as JSON. A later one replaces an earlier one,
+as with environment variables; each process that saves or promotes gets them with its jobs."""
 
 
 def require_possible(path: str | os.PathLike[str]) -> None:

@@ -40,14 +40,14 @@ class Conflict(OSError):
 
 
 class Stat(NamedTuple):
-    """What storage knows of a file."""
+    """Length, version and age of a file."""
 
     nbytes: int
     version: Version
     modified_s: float
     """When its content was written, in seconds since the epoch, by the clock of storage."""
     changed_s: float
-    """As ``modified_s``, or when it got a name, if that was later: a hard link's content is old."""
+    """``modified_s``, or when it got a name, if that was later: a hard link's content is old."""
 
 
 def version_of(stat: Callable[[str], Stat], name: str) -> Version:

@@ -336,7 +336,7 @@ class ImageFile:
         return self._direct
 
     def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
-        """As :meth:`nostall._storage.port.Upload.write`.
+        """Write a chunk, see :meth:`nostall._storage.port.Upload.write`.
 
         Raises:
             OSError: The system refused, or wrote nothing without an error.

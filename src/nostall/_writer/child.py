@@ -192,7 +192,7 @@ class ChildProcess(Generic[T]):
         self._reap(_KILLED_TIMEOUT_S)
 
     def terminate(self, reason: str, *, kill_after_s: float) -> None:
-        """As :meth:`kill`, with SIGTERM first."""
+        """Ask the process to end by SIGTERM, and kill it if it does not."""
         self._record_death("SaveAbortedError", reason)
         self._process.terminate()
         self._reap(kill_after_s)

@@ -52,7 +52,7 @@ class SplitPayload(NamedTuple):
 
 
 class ChunkPlan(NamedTuple):
-    """What to checksum and to seal in one chunk."""
+    """The checksums to take, and the archives to seal, in one chunk."""
 
     begin: int
     end: int

@@ -248,7 +248,7 @@ class _Place:
         return left
 
     def make_new(self) -> list[str]:
-        """As :meth:`make`; raises ``OptionError`` if the checkpoint exists."""
+        """Make the directories; raises ``OptionError`` if the checkpoint exists."""
         try:
             os.lstat(self.path)  # not lexists(), which is false for every error
         except FileNotFoundError:
@@ -271,7 +271,7 @@ class _Place:
 
 
 def _left_by_a_crash(home: str, run: str) -> list[str]:
-    """What is to be removed in a run's directory, after undoing what was half done."""
+    """Names to remove in a run's directory, after undoing what was half done."""
     try:
         names = os.listdir(run)
     except FileNotFoundError:

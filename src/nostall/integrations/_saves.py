@@ -1,4 +1,4 @@
-"""What adapters share: saves that are committed by polling, and removals that wait for commits."""
+"""Parts that adapters share: saves committed by polling, and removals that wait for commits."""
 
 from __future__ import annotations
 

@@ -227,13 +227,13 @@ class NostallModelParallelStrategy(
         super().teardown()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """As Lightning's, but accelerator tensors are not copied to the host twice."""
+        """The module's state dict; accelerator tensors are not copied to the host twice."""
         if not self._save_distributed_checkpoint:
             return dict(super().lightning_module_state_dict())
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """As Lightning's, but accelerator tensors are not copied to the host twice."""
+        """The optimizer's state dict; accelerator tensors are not copied to the host twice."""
         if not self._save_distributed_checkpoint:
             return dict(super().optimizer_state(optimizer))
         wrapped = getattr(optimizer, "_optimizer", optimizer)
@@ -263,7 +263,7 @@ def _dumped(rest: dict[str, Any]) -> bytes:
 
 
 def _committed_rest(path: str, *, weights_only: bool | None) -> dict[str, Any] | None:
-    """What was committed with the tensors; ``None`` if this is not a checkpoint of this module.
+    """The rest, committed with the tensors; ``None`` if this is not a checkpoint of this module.
 
     A crash while a checkpoint is overwritten may leave the new ``meta.pt`` beside the old tensors.
     """

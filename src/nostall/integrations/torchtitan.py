@@ -66,7 +66,7 @@ class NostallCheckpointManager(_titan.CheckpointManager):  # type: ignore[misc,n
         enable_garbage_collection: bool = False,  # noqa: FBT002  # torchtitan's signature
         to_hf: bool = False,  # noqa: FBT002  # as above
     ) -> Any:
-        """As torchtitan's; other formats than DCP's are saved by torchtitan."""
+        """Save in DCP's format; torchtitan saves in others."""
         if to_hf:
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf

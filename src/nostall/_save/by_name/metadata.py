@@ -23,7 +23,7 @@ _FIELDS = frozenset(each.name for each in fields(Metadata))
 _WHERE = "_where"
 """The attribute of both classes: directory, name of the file, and the save's id."""
 _lock = threading.Lock()
-"""Of threads that look at the same object."""
+"""Held by a thread that reads; another may look at the same object."""
 
 
 class PublishedMetadata(Metadata):

@@ -188,7 +188,7 @@ class SavePlanner(DefaultSavePlanner):
     # --- the part of nostall's writer -----------------------------------------------------------
 
     def prepare(self, plan: SavePlan, target: SaveTarget, engine: Engine) -> PreparedSave:
-        """As :func:`~nostall._save.prepared.prepare`, and remember the structure.
+        """Resolve and lay out a final plan, and remember the structure.
 
         Raises:
             StagingError: An item could not be resolved.

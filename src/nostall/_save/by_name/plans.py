@@ -110,7 +110,7 @@ class PlanAnswer(SavePlan):
     sent_token: str | None = None
     """The token of this rank's results, if the coordinator has them."""
     share: Share | None = None
-    """What turns the rank's own plan into this one, if that is sent."""
+    """Turns the rank's own plan into this one, if that is sent."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_known:  # one per rank, in each save
@@ -186,7 +186,7 @@ class RankPlans:
         return found
 
     def ask(self, found: Mapping[str, Recognised]) -> PlanQuestion:
-        """What this rank sends in place of its plan."""
+        """The question that this rank sends in place of its plan."""
         with self._lock:
             self._unanswered.update(found)
         ranks = {name: each.plan.rank for name, each in found.items()}
@@ -219,7 +219,7 @@ class NamedGlobalPlan:
     """How many plans the ranks remember with this one."""
     results: KnownResults = field(default_factory=KnownResults)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Of the results."""
+    """Guards the results."""
     is_committed: bool = False
     """Whether a save by it was: then it is known which ranks could learn their part."""
     has_failed: bool = False
@@ -347,7 +347,7 @@ def _keep(kept: OrderedDict[str, T], name: str, value: T, most: int) -> None:
 
 
 class GroupPlans:
-    """What this process knows of the plans of a process group."""
+    """The plans of a process group that this process knows."""
 
     def __init__(self) -> None:
         self.of_rank = RankPlans()
@@ -361,7 +361,7 @@ _lock = threading.Lock()
 
 
 def plans_of(group: dist.ProcessGroup | None) -> GroupPlans:
-    """What is known of the plans of a process group; of the default one for ``None``."""
+    """The known plans of a process group; of the default one for ``None``."""
     group = group or (dist.group.WORLD if dist.is_available() else None)
     if group is None:
         return _alone

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MOST_PARTS = 10_000
 _LEAST_PART_NBYTES = 5 << 20
-"""Of S3, except for the last part; 10,000 parts at most."""
+"""S3's limit, except for the last part; 10,000 parts at most."""
 
 
 class ObjectStorage:

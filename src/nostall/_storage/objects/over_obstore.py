@@ -26,13 +26,13 @@ from nostall.errors import OptionError
 _log = logging.getLogger("nostall")
 
 _CLIENT_OPTIONS = {"connect_timeout": "10s", "timeout": "60s", "allow_http": True}
-"""Of each request; an endpoint that begins with ``http://`` is always a user's own."""
+"""For each request; an endpoint that begins with ``http://`` is always a user's own."""
 _ATTEMPTS = 4
 _RETRIES = {"max_retries": _ATTEMPTS - 1, "retry_timeout": timedelta(minutes=4)}
 _CONFLICT_PAUSE_S = 0.2
 """Before the second attempt, doubled before each further one."""
 _PIECE_NBYTES = 1 << 20
-"""Of an answer, which is copied to its place while the rest arrives."""
+"""How much of an answer is copied to its place at once, while the rest arrives."""
 
 
 class ObstoreClient:
