@@ -1,4 +1,4 @@
-"""Options, checked where the caller passes them; ``docs/options.md`` explains every default."""
+"""Options, checked where the caller passes them; ``docs/options.md`` explains them."""
 
 from __future__ import annotations
 
