@@ -1,8 +1,8 @@
 """Soak as soak.py does, with checkpoints in a store on loopback, in objects of several parts.
 
 After every kill whatever has metadata verifies and holds the values of one save, and every save
-that was reported is there. At the end, when the addresses of interrupted saves were saved to once
-more or removed, there is no object that no metadata names. Uploads that a kill interrupted stay.
+that was reported is there. At the end no object is empty. Whole files that no metadata names are
+counted: a save removes them when they are old. Uploads that a kill interrupted stay.
 
     python tests/stress/object_soak.py --kills 200 --store seaweedfs
 
@@ -41,7 +41,7 @@ from nostall.state_dict_saver import CheckpointMetadataCache
 from stress.soak import KEPT, PATIENCE_S, RANKS, Life, Violation, main
 from support import emulators
 from support.faults import writer_pids
-from support.object_store import SERVERS, s3_server
+from support.object_store import SERVERS, S3Server, s3_server
 from support.ranks import run_script
 from support.states import schedule
 from support.waiting import wait_until
@@ -138,7 +138,9 @@ def apart(call: Callable[..., Any], *arguments: Any) -> Any:
     """Call in another process: a fork of one that has used a store cannot use one."""
     other = _other_process()
     other.send((call, arguments))
-    found = other.recv()
+    if not other.poll(20 * PATIENCE_S):
+        raise Violation(f"{call.__name__}{arguments} does not return")
+    found = other.recv()  # EOFError if the process has ended
     if isinstance(found, BaseException):
         raise found
     return found
@@ -146,10 +148,11 @@ def apart(call: Callable[..., Any], *arguments: Any) -> Any:
 
 @cache
 def _other_process() -> Connection:
-    """Where one that answers calls is reached; it takes seconds to start."""
+    """The connection to a process that answers calls; it takes seconds to start."""
     spawning = get_context("spawn")
     here, there = spawning.Pipe()
     spawning.Process(target=_answer, args=(there,), daemon=True).start()
+    there.close()
     return here
 
 
@@ -179,7 +182,7 @@ def newest_at(place: str) -> float:
 
 
 def empty_files(address: str) -> list[str]:
-    """What has no content, of all checkpoints."""
+    """Files without content, of all checkpoints."""
     places = [storage_at(f"{address}/{name}") for name in storage_at(address).list()]
     return [
         place.where(name)
@@ -190,14 +193,14 @@ def empty_files(address: str) -> list[str]:
 
 
 @contextmanager
-def bucket_of(store: str) -> Iterator[str]:
-    """The address of a bucket of a server that runs meanwhile."""
+def bucket_of(store: str) -> Iterator[tuple[str, S3Server | None]]:
+    """The address of a bucket, and its server of S3, which a client of its own asks."""
     if store in EMULATORS:
         with EMULATORS[store]() as bucket:
-            yield bucket
+            yield bucket, None
     else:
         with s3_server(store) as server:
-            yield f"s3://{server.new_bucket()}"
+            yield f"s3://{server.new_bucket()}", server
 
 
 def save_once_more(root: Path, place: str) -> None:
@@ -209,7 +212,7 @@ def save_once_more(root: Path, place: str) -> None:
         raise Violation(f"the last save: {done.stderr}")
 
 
-def soak(bucket: str, kills: int, seed: int, root: Path) -> dict[str, Any]:
+def soak(bucket: str, server: S3Server | None, kills: int, seed: int, root: Path) -> dict[str, Any]:
     """Kill so many times; what was counted."""
     chance = random.Random(seed)
     totals: Counter[str] = Counter()
@@ -245,7 +248,12 @@ def soak(bucket: str, kills: int, seed: int, root: Path) -> dict[str, Any]:
             break
     apart(remove_saves, address, newest - 2 * KEPT)  # numbers that no life has come to
     save_once_more(root, f"{address}/overwritten")
-    if left := apart(empty_files, address):
+    left = apart(empty_files, address)
+    if server is not None:
+        name = bucket.removeprefix("s3://")
+        totals["uploads interrupted"] = len(server.unfinished(name))
+        left += [key for key, nbytes in server.sizes(name).items() if not nbytes]
+    if left:
         raise Violation(f"empty: {left}")
     return {
         **totals,
@@ -259,5 +267,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--store", choices=[*SERVERS, *EMULATORS], default="moto")
     asked, others = parser.parse_known_args()
-    with bucket_of(asked.store) as started:
-        sys.exit(main(partial(soak, started), __doc__ or "", others))
+    with bucket_of(asked.store) as (place, started):
+        sys.exit(main(partial(soak, place, started), __doc__ or "", others))

@@ -26,7 +26,7 @@ AZURITE = (
 )
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Of all emulators of Microsoft's store; Microsoft publishes it."""
+"""The key of all emulators of Microsoft's store; Microsoft publishes it."""
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def server(command: list[str], directory: Path) -> Iterator[subprocess.Popen[str
 
 
 def address_of(process: subprocess.Popen[str]) -> str:
-    """What a server prints at the end of a line."""
+    """The address that a server prints at the end of a line."""
     lines = (line.split() for line in process.stdout or ())
     return next(line[-1] for line in lines if line and line[-1].startswith("http://"))
 

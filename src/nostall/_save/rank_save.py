@@ -327,7 +327,7 @@ class RankSave:
         )
 
     def retrieve_failure(self) -> _torch.WrappedException | None:
-        """Why this rank failed, once its files should be there; ``None`` after success."""
+        """This rank's failure in DCP's wrapped form; ``None`` after success. Waits for the report."""
         return self._retrieve(SplitSave.require_written, if_nothing=None)
 
     def _retrieve(
