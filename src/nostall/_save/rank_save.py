@@ -327,7 +327,7 @@ class RankSave:
         )
 
     def retrieve_failure(self) -> _torch.WrappedException | None:
-        """This rank's failure in DCP's wrapped form; ``None`` after success. Waits for the report."""
+        """This rank's failure in DCP's wrapped form, or ``None``. Waits for the report."""
         return self._retrieve(SplitSave.require_written, if_nothing=None)
 
     def _retrieve(
