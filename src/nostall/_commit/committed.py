@@ -71,8 +71,13 @@ def directories_in(root: str) -> list[str]:
 
 def _committed_of(paths: Iterable[str]) -> list[str]:
     """The directories with a metadata file, last committed first."""
-    with ThreadPoolExecutor(_THREADS, "nostall-latest") as pool:  # in a store, each takes requests
-        found = [each for each in pool.map(_candidate, paths) if each is not None]
+    below = list(paths)
+    if any(map(is_address, below)):  # each takes requests
+        with ThreadPoolExecutor(_THREADS, "nostall-latest") as pool:
+            candidates = list(pool.map(_candidate, below))
+    else:  # starting a thread takes longer
+        candidates = list(map(_candidate, below))
+    found = [each for each in candidates if each is not None]
     return [path for _, path in sorted(found, reverse=True)]
 
 
