@@ -461,7 +461,7 @@ def returned(out: Path) -> dict[str, Any]:
         "copied": copied == on_disk[0] and on_disk[0] == first,
         "deep": deep == on_disk[1] and on_disk[1] == second,
         "pickled": pickled == on_disk[2],
-        "type": type(first) is Metadata,
+        "type": isinstance(first, Metadata),
         "said": "state_dict_metadata" in repr(first),
         "set": _is_set(save(out / "4", state)),
     }

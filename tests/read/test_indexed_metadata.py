@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 import nostall
-from nostall._describe import description, indexed
+from nostall._describe import description, lazy
 from nostall.errors import DamagedCheckpointError
 from support.waiting import DEADLINE_S
 
@@ -180,7 +180,7 @@ def at_each_line_of(path: Path) -> Iterator[Callable[[Callable[[], T], Callable[
         yield run
 
 
-@pytest.mark.parametrize("module", [description, indexed])
+@pytest.mark.parametrize("module", [description, lazy])
 def test_another_thread_may_unpickle_at_any_moment(checkpoint: Path, module: ModuleType) -> None:
     """Readers of the cached metadata share a description, whose pickle is read and made once."""
     stock = dcp.FileSystemReader(checkpoint).read_metadata()

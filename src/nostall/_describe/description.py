@@ -13,7 +13,7 @@ from nostall._commit.indexing import entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, Manifest
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._commit.metadata_pickle import HINT
-from nostall._describe.indexed import indexed_metadata
+from nostall._describe.lazy import lazy_metadata
 from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
 from nostall._model.threads import no_collection
@@ -105,7 +105,7 @@ class Indexed:
             self._pickle = read_metadata(stream, self._path)
         with no_collection():
             entries, places = entries_and_places(self._index, path=self._path)
-        return indexed_metadata(entries, places, self._rest(load_id))
+        return lazy_metadata(self._rest(load_id), state_dict_metadata=entries, storage_data=places)
 
     def _rest(self, load_id: str) -> Callable[[], dict[str, Any]]:
         def rest() -> dict[str, Any]:
