@@ -447,6 +447,11 @@ def with_other_shards(
     return twin
 
 
+def with_other_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor like another one whose local tensor is ``local`` itself."""
+    return DTensor(local, tensor._spec, requires_grad=local.requires_grad)
+
+
 def caches_plans(planner: object) -> bool:
     """Whether DCP's planner caches plans, which depend on earlier saves then."""
     return bool(getattr(planner, "_enable_plan_caching", False))

@@ -114,7 +114,7 @@ def find_leaves(state_dict: Mapping[str, Any]) -> list[Leaf]:
             leaves.append(Leaf(fqn=fqn, tensor=tensor.detach(), stride=stride))
         return tensor
 
-    _rebuild(state_dict, "", note, lambda _, value: value)
+    _rebuild(state_dict, "", note, lambda _, value: value, lambda _, value, __: value)
     return leaves
 
 
@@ -197,7 +197,7 @@ def _copied(
         copied = _described(fqn, tensor, copied)
         return copied.requires_grad_() if tensor.requires_grad else copied
 
-    content: dict[str, Any] = _rebuild(state_dict, "", place, _private_copy)
+    content: dict[str, Any] = _rebuild(state_dict, "", place, _private_copy, _with_local)
     return content, Places(views)
 
 
@@ -234,28 +234,19 @@ def _rebuild(
     path: str,
     on_tensor: Callable[[str, torch.Tensor], torch.Tensor],
     on_object: Callable[[str, Any], Any],
+    on_dtensor: Callable[[str, DTensor, torch.Tensor], Any],
 ) -> Any:
-    """Copy what DCP flattens; call back with the flattened names of local tensors and objects."""
+    """Copy what DCP flattens; call back with the flattened names of local tensors and objects.
+
+    ``on_dtensor`` also gets what ``on_tensor`` has returned for the local tensor.
+    """
 
     def inner(key: object, element: Any) -> Any:
         name = f"{path}.{key}" if path else str(key)
-        return _rebuild(element, name, on_tensor, on_object)
+        return _rebuild(element, name, on_tensor, on_object, on_dtensor)
 
     if isinstance(value, DTensor):
-        twin = DTensor.from_local(
-            on_tensor(path, value.to_local()),
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.size(),
-            stride=value.stride(),
-        )
-        with torch.no_grad():  # returns the local tensors themselves, which DTensors ask
-            local = twin.to_local()
-            if _described(path, value.to_local(), local) is not local:
-                lost = type(value.to_local()).__name__
-                raise _not_staged(path, TypeError(f"its DTensor cannot hold a copy of a {lost}"))
-        return _described(path, value, twin)
+        return on_dtensor(path, value, on_tensor(path, value.to_local()))
     if isinstance(value, _torch.ShardedTensor):
         return _torch.with_other_shards(
             value, lambda number, shard: on_tensor(f"{path}#{number}", shard)
@@ -267,6 +258,13 @@ def _rebuild(
     if _is_taken_apart(value):
         return [inner(key, element) for key, element in enumerate(value)]
     return on_object(path, value)
+
+
+def _with_local(fqn: str, original: DTensor, copied: torch.Tensor) -> DTensor:
+    """A DTensor like another one, with a copy of its local tensor."""
+    with torch.no_grad():  # returns the local tensor itself, which DTensors ask
+        local = _described(fqn, original.to_local(), copied)
+    return _described(fqn, original, _torch.with_other_local(original, local))
 
 
 def _is_taken_apart(value: Any) -> bool:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nostall._model.threads import is_done
+from nostall._save.by_name.planner import SavePlanner
 from nostall._storage.posix import PosixStorage
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations._saves import missing
@@ -77,9 +78,14 @@ class NostallCheckpointManager(_titan.CheckpointManager):  # type: ignore[misc,n
         )
         saving = None
         if async_mode == _titan.AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer)
+            dcp.save(state_dict, storage_writer=writer, planner=SavePlanner())
         else:
-            saving = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+            saving = dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                planner=SavePlanner(process_group=self.pg),
+                process_group=self.pg,
+            )
         if enable_garbage_collection:
             _tools.GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saving
