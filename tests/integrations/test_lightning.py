@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -21,6 +22,7 @@ pytest.importorskip("lightning.pytorch", reason="`nox -s lightning` installs it"
 import lightning.pytorch as pl
 from lightning.fabric import Fabric
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import FSDPStrategy
 
 from nostall.integrations.lightning import (  # needs Lightning
     NostallCheckpointIO,
@@ -250,22 +252,31 @@ def test_an_exception_in_training_loses_no_save(tmp_path: Path) -> None:
         assert found["files"] == [".metadata"]
 
 
-def test_a_plugin_without_effect_is_named_once(tmp_path: Path) -> None:
-    """A strategy that writes sharded checkpoints itself calls it to remove them, no more."""
-    plugin = NostallCheckpointIO()
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-    with pytest.warns(UserWarning, match="NostallCheckpointIO has no effect"):
-        plugin.remove_checkpoint(tmp_path / "first")
-    plugin.remove_checkpoint(tmp_path / "second")  # a warning would be an error
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_plugin_beside_lightnings_strategy_for_shards_says_so(tmp_path: Path) -> None:
-    """On rank 0, once, when the first checkpoint gives way to a newer one; rotation goes on."""
+    """Once, on rank 0, when a trainer is made, whatever it keeps; beside no other strategy."""
     for rank, found in enumerate(run_ranks(2, "lightning_saves:beside_a_strategy", tmp_path)):
-        assert found["names"] == ["epoch=2.ckpt"]
-        assert found["said"] == ([] if rank else ["NostallCheckpointIO has no effect"])
+        says = {"made": [] if rank else ["NostallCheckpointIO has no effect"], "run": []}
+        names = [f"epoch={number}.ckpt" for number in range(3)]
+        assert found["keeps 1"] == {"names": names[2:], **says}
+        assert found["keeps -1"] == {"names": names, **says}
+        assert found["others"] == []
+
+
+@pytest.mark.parametrize(("kind", "warned"), [("sharded", 1), ("full", 0)])
+def test_a_plugin_beside_lightnings_fsdp_says_so_if_it_has_no_effect(
+    kind: Any, warned: int
+) -> None:
+    """Lightning makes no trainer with FSDP without an accelerator, so its connector is played."""
+
+    class Connector:
+        def __init__(self) -> None:
+            self.strategy = FSDPStrategy(state_dict_type=kind)
+            self.has_plugin = bool(NostallCheckpointIO())
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert Connector().has_plugin
+    assert len([each for each in said if "no effect" in str(each.message)]) == warned
 
 
 def test_a_strategy_that_saves_as_lightning_does_says_so() -> None:

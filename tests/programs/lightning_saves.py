@@ -6,6 +6,9 @@ import faulthandler
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +67,11 @@ class Regression(pl.LightningModule):  # type: ignore[misc]  # Lightning is not 
         ]
 
 
-def trainer(out: Path, epochs: int, callbacks: tuple[Any, ...] = (), **options: Any) -> Any:
-    """A trainer that saves after every epoch and keeps the last checkpoint."""
-    keep = ModelCheckpoint(dirpath=out, filename="{epoch}", save_top_k=1)
+def trainer(
+    out: Path, epochs: int, callbacks: tuple[Any, ...] = (), *, keeps: int = 1, **options: Any
+) -> Any:
+    """A trainer that saves after every epoch and keeps the last checkpoint, or all for -1."""
+    keep = ModelCheckpoint(dirpath=out, filename="{epoch}", save_top_k=keeps)
     return pl.Trainer(
         **{"accelerator": "cpu", "devices": 1, "max_epochs": epochs, **options},
         callbacks=[keep, *callbacks],
@@ -152,13 +157,35 @@ def after_the_fit(out: Path) -> dict[str, list[str]]:
 
 
 def beside_a_strategy(out: Path) -> dict[str, Any]:
-    """The plugin for files beside Lightning's strategy for shards, which rotates its own saves."""
+    """The plugin for files beside Lightning's strategy for shards, which saves by itself."""
+    found: dict[str, Any] = {}
+    for keeps in (1, -1):
+        with _said() as made:
+            options = _fsdp2(ModelParallelStrategy)
+            fitted = trainer(
+                out / f"{keeps}", 3, keeps=keeps, plugins=[NostallCheckpointIO()], **options
+            )
+        with _said() as run:
+            fitted.fit(Regression())
+        dist.barrier()
+        names = sorted(path.name for path in (out / f"{keeps}").iterdir())
+        found[f"keeps {keeps}"] = {"names": names, "made": made, "run": run}
+    with _said() as beside_others:
+        trainer(out / "file", 1, plugins=[NostallCheckpointIO()], strategy="ddp", devices=2)
+        options = _fsdp2(partial(ModelParallelStrategy, save_distributed_checkpoint=False))
+        trainer(out / "full", 1, plugins=[NostallCheckpointIO()], **options)
+    return {**found, "others": beside_others}
+
+
+@contextmanager
+def _said() -> Iterator[list[str]]:
+    """How the warnings about nostall's classes begin, after the block."""
+    found: list[str] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        options = _fsdp2(ModelParallelStrategy)
-        _, names = fit(out / "run", 3, plugins=[NostallCheckpointIO()], **options)
+        yield found
     messages = [str(each.message).partition(":")[0] for each in said]
-    return {"names": names, "said": [each for each in messages if "Nostall" in each]}
+    found += [each for each in messages if "Nostall" in each]
 
 
 def overwritten(out: Path) -> dict[str, Any]:

@@ -260,7 +260,7 @@ def _rebuild(
     return on_object(path, value)
 
 
-def _with_local(fqn: str, original: DTensor, copied: torch.Tensor) -> DTensor:
+def _with_local(fqn: str, original: DTensor, copied: torch.Tensor) -> torch.Tensor:
     """A DTensor like another one, with a copy of its local tensor."""
     with torch.no_grad():  # returns the local tensor itself, which DTensors ask
         local = _described(fqn, original.to_local(), copied)

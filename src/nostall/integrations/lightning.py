@@ -63,8 +63,8 @@ _REST = "lightning"
 class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defined]  # no types
     """Writes each checkpoint with ``torch.save`` in the background: one device, DDP.
 
-    For shards use :class:`NostallModelParallelStrategy`. Lightning's own strategy for them calls
-    this class only to remove an older checkpoint, which is when it warns.
+    For shards use :class:`NostallModelParallelStrategy`: a trainer whose strategy writes sharded
+    checkpoints without a ``CheckpointIO`` warns when it is made.
 
     During ``fit`` the checkpoint is copied when ``save_checkpoint`` returns. The file gets its name
     when it is complete and durable. ``remove_checkpoint``, which ``ModelCheckpoint`` calls right
@@ -79,7 +79,22 @@ class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defi
         super().__init__()
         self._saves = TorchAsyncCheckpoint()
         self._removals = Removals(super().remove_checkpoint)
-        self._warned = False
+
+    def __bool__(self) -> bool:
+        """True. Lightning's connector asks, just before it gives its strategy the plugin.
+
+        Nothing else of a plugin is called that could look at the strategy.
+        """
+        caller = inspect.currentframe()
+        caller = None if caller is None else caller.f_back
+        connector = None if caller is None else caller.f_locals.get("self")
+        if _saves_itself(getattr(connector, "strategy", None)):
+            _rank_zero.rank_zero_warn(
+                "NostallCheckpointIO has no effect: the strategy writes sharded checkpoints itself,"
+                " while training waits. For FSDP2 and tensor parallelism use"
+                " NostallModelParallelStrategy."
+            )
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the saves, which belong to this process: Lightning spawns others."""
@@ -113,13 +128,6 @@ class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defi
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint when the saves before this call are committed."""
-        if os.path.isdir(path) and not self._warned:  # it has written files only
-            self._warned = True
-            _rank_zero.rank_zero_warn(
-                "NostallCheckpointIO has no effect: the strategy writes sharded checkpoints itself,"
-                " while training waits. For FSDP2 and tensor parallelism use"
-                " NostallModelParallelStrategy."
-            )
         self._removals.add(os.fspath(path))
         self._poll()
 
@@ -238,6 +246,15 @@ class NostallModelParallelStrategy(
             return dict(super().optimizer_state(optimizer))
         wrapped = getattr(optimizer, "_optimizer", optimizer)
         return dict(get_optimizer_state_dict(self.model, wrapped))
+
+
+def _saves_itself(strategy: Any) -> bool:
+    """Whether a strategy of Lightning's writes sharded checkpoints without a ``CheckpointIO``."""
+    return (
+        bool(getattr(strategy, "_save_distributed_checkpoint", False))  # FSDP2, tensor parallelism
+        or getattr(strategy, "_state_dict_type", None) == "sharded"  # FSDP
+        or type(strategy).__name__ == "DeepSpeedStrategy"
+    )
 
 
 def _fit_runs() -> bool:
