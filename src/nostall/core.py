@@ -224,6 +224,7 @@ class AsyncCallsQueue:
         *,
         until_s: float | None,
         waits: bool = True,
+        now: bool = False,
         no_dist: bool = False,
         keeps_late: bool = False,
     ) -> list[int]:
@@ -231,7 +232,8 @@ class AsyncCallsQueue:
 
         Args:
             until_s: Clock reading until which files are waited for. ``None`` to wait for none.
-            waits: Whether to wait for the answers of other ranks.
+            waits: Whether to wait for the answers of other ranks, and for a commit under way.
+            now: Whether to wait for the answers only.
             no_dist: Check this rank only.
             keeps_late: Whether a request that is late stays scheduled. If not, it fails; so does
                 one that takes longer than ``save_timeout_s``.
@@ -259,9 +261,12 @@ class AsyncCallsQueue:
                 agreed: View | None = replace(mine, committing=False, committed=0)
                 if not no_dist:
                     # All ranks have finalised a request in this call, so none is late.
-                    now = waits or bool(finalized)
                     agreed = self._asking.view_of(
-                        call, mine, coordination, now=now, timeout_s=timeout_s
+                        call,
+                        mine,
+                        coordination,
+                        now=waits or now or bool(finalized),
+                        timeout_s=timeout_s,
                     )
                 if agreed is None:
                     break

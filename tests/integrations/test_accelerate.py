@@ -104,3 +104,11 @@ def test_the_program_of_the_recipes_continues(tmp_path: Path) -> None:
     """Started again with more steps, it goes on from its last checkpoint."""
     for found in run_ranks(2, "accelerate_saves:recipe", tmp_path):
         assert found == {"began": [0, 20], "names": ["checkpoint-30", "checkpoint-40"]}
+
+
+def test_in_the_steady_state_the_training_thread_commits_nothing(tmp_path: Path) -> None:
+    """Nothing is gathered, pickled or published there, as for the first saves."""
+    coordinator, other = run_ranks(2, "accelerate_saves:steady", tmp_path)
+    for loop in ("Trainer", "Accelerate"):
+        assert set(coordinator[loop][0]) >= {"gather", "pickle", "publish"}
+        assert coordinator[loop][1] == other[loop][1] == {}

@@ -290,3 +290,10 @@ def test_options_of_storage_are_refused(tmp_path: Path) -> None:
     options: Any = {"key": "value"}
     with pytest.raises(TypeError, match="storage_options"):
         NostallCheckpointIO().save_checkpoint({}, tmp_path / "one.ckpt", options)
+
+
+def test_in_the_steady_state_the_training_thread_commits_nothing(tmp_path: Path) -> None:
+    """Nothing is gathered, pickled or published there, as for the first saves."""
+    coordinator, other = run_ranks(2, "lightning_saves:steady", tmp_path)
+    assert set(coordinator[0]) >= {"gather", "pickle", "publish"}
+    assert coordinator[1] == other[1] == {}

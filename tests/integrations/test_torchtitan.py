@@ -32,3 +32,8 @@ def test_the_documented_configuration_saves(tmp_path: Path) -> None:
     """The block of docs/frameworks.md, built as a trainer builds it."""
     for found in run_ranks(2, "torchtitan_saves:documented", tmp_path):
         assert found == {"built": "NostallCheckpointManager", "names": ["step-500"]}
+
+
+def test_the_training_thread_commits_nothing(tmp_path: Path) -> None:
+    """Planning and the commit are of another thread, from the first save on."""
+    assert run_ranks(2, "torchtitan_saves:steady", tmp_path) == [[{}, {}]] * 2

@@ -33,6 +33,7 @@ from nostall.integrations.transformers import NostallTrainer
 from support.blocked import Blocked
 from support.faults import Hold, inject
 from support.pages import code_blocks
+from support.training_thread import Periods
 
 
 def _take_for_gpus() -> None:
@@ -187,6 +188,28 @@ def rotated(out: Path) -> dict[str, Any]:
 
     _fit(NostallTrainer, out / "run", 6, save_total_limit=1, callbacks=(_Holding(4, look),))
     return {"while_saving": seen, "names": _names(out / "run")}
+
+
+def steady(out: Path) -> dict[str, list[dict[str, int]]]:
+    """What this thread does for the first saves, and for those after the third."""
+    of_trainer, of_loop = Periods(0, 8, 14), Periods(0, 4, 7)
+
+    class Reach(TrainerCallback):  # type: ignore[misc]  # as above
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            of_trainer.reach(state.global_step)
+
+    _fit(NostallTrainer, out / "trainer", 16, save_total_limit=1, callbacks=(Reach(),))
+    found = {"Trainer": of_trainer.close()}
+    accelerator = _accelerator(
+        NostallAccelerator, out / "loop", automatic_checkpoint_naming=True, total_limit=1
+    )
+    model, optimizer = _prepared(accelerator)
+    for number in range(8):
+        of_loop.reach(number)
+        _steps(accelerator, model, optimizer, 2)
+        accelerator.save_state()
+    accelerator.end_training()
+    return {**found, "Accelerate": of_loop.close()}
 
 
 class _SecondIsBest:

@@ -28,6 +28,7 @@ from nostall.integrations.lightning import (
 )
 from support.blocked import Blocked
 from support.pages import code_blocks
+from support.training_thread import Periods
 
 
 class Regression(pl.LightningModule):  # type: ignore[misc]  # Lightning is not installed for mypy
@@ -186,6 +187,18 @@ def _said() -> Iterator[list[str]]:
         yield found
     messages = [str(each.message).partition(":")[0] for each in said]
     found += [each for each in messages if "Nostall" in each]
+
+
+def steady(out: Path) -> list[dict[str, int]]:
+    """What this thread does for the first saves, and for those after the third."""
+    periods = Periods(0, 4, 7)
+
+    class Reach(pl.Callback):  # type: ignore[misc]  # as above
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            periods.reach(trainer.current_epoch)
+
+    fit(out, 8, callbacks=(Reach(),), **_fsdp2())
+    return periods.close()
 
 
 def overwritten(out: Path) -> dict[str, Any]:

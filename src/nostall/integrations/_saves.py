@@ -156,7 +156,7 @@ class Saves:
             if wait:
                 self._queue.maybe_finalize_async_calls(blocking=True)
             else:  # frameworks look for what is committed right after
-                self._queue._finalize(until_s=None)
+                self._queue._finalize(until_s=None, waits=False, now=True)
 
     def close(self, error: BaseException | None = None) -> None:
         """Commit all saves and end worker processes.

@@ -1,0 +1,69 @@
+"""What the thread that trains does for nostall's saves, while a framework makes them."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+from nostall._save import commit
+
+_WITH_CONTENT = ("all_gather", "broadcast", "gather", "scatter")
+
+
+@contextmanager
+def work_for_saves() -> Iterator[Counter[str]]:
+    """Count what this thread gathers, pickles and publishes for nostall's saves.
+
+    Collectives of the framework, and of other threads, do not count.
+    """
+    trains, done = threading.current_thread(), Counter[str]()
+
+    def counting(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals["__name__"]
+            if threading.current_thread() is trains and caller.startswith("nostall."):
+                done[what] += 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with (
+        patch.multiple(
+            dist, **{name: counting(name, getattr(dist, name)) for name in _WITH_CONTENT}
+        ),
+        patch.object(commit, "publication_of", counting("pickle", commit.publication_of)),
+        patch.object(commit, "publish", counting("publish", commit.publish)),
+    ):
+        yield done
+
+
+class Periods:
+    """Periods of a training loop, each with what its thread did for nostall's saves.
+
+    Args:
+        starts: The steps or epochs with which they begin; each ends with the next, or with
+            :meth:`close`.
+    """
+
+    def __init__(self, *starts: int) -> None:
+        self._starts = starts
+        self._period = ExitStack()
+        self._done: list[Counter[str]] = []
+
+    def reach(self, step: int) -> None:
+        """A step, or an epoch, is about to begin."""
+        if step in self._starts:
+            self._period.close()
+            self._done.append(self._period.enter_context(work_for_saves()))
+
+    def close(self) -> list[dict[str, int]]:
+        """End the last period; the counts of all of them."""
+        self._period.close()
+        return list(map(dict, self._done))
