@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from benchmarks.workloads import Workload
 
 OBJECTS: dict[str, Any] = {"step": 1000, "losses": [1 / each for each in range(1, 1001)]}
-"""What is saved beside the tensors, as ``trainer``."""
+"""Objects saved beside the tensors, under the key ``trainer``."""
 WAYS = {
     "nostall": "nostall",
     "nostall dcp": "nostall dcp.async_save",
@@ -35,7 +35,7 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
 
     def lap(self, stage: str) -> None:
-        """What has passed since the last lap belongs to this stage."""
+        """Charge the time since the previous lap to this stage."""
         last_s, self.last_s = self.last_s, time.monotonic()
         self.seconds[stage] = self.last_s - last_s
 
@@ -78,7 +78,7 @@ def restarted(way: str, shape: str, nbytes: int, root: Path, started_s: float) -
 
 
 def _first_saves(way: str, workload: Workload, directory: Path) -> dict[str, float]:
-    """What the first saves of this process block, after ``warmup(state)``."""
+    """Seconds that the first saves of this process block, after ``warmup(state)``."""
     import nostall
     from benchmarks.contenders import all_contenders
     from benchmarks.group import Group

@@ -58,7 +58,7 @@ class Group:
         }
 
     def first_text(self, text: str | None) -> str | None:
-        """What the first rank that has something to say says, on all ranks. Collective."""
+        """The text of the lowest rank that has one, on all ranks. Collective."""
         if self._group is None:
             return text
         texts: list[str | None] = [None] * self.world_size

@@ -1,4 +1,4 @@
-"""What the machine can do at best with the same bytes: copy them, write them, read them."""
+"""The machine's limits: how fast it can copy, write and read the same bytes."""
 
 from __future__ import annotations
 

@@ -115,14 +115,14 @@ def load_contenders() -> list[LoadContender]:
 
 
 class Loads:
-    """What one run loads, and from where."""
+    """The state that one run loads, the files it loads from, and the measurements."""
 
     def __init__(self, workload: Workload, directory: Path) -> None:
         self.saved = workload
         self.directory = directory
         self.target = Workload(workload.shape, workload.blank())
         self.tensors = dict(self.target.state)
-        """Of the target, by name: a load has to fill these very tensors."""
+        """The target's tensors by name; a load has to fill these very tensors."""
 
     def path_of(self, contender: LoadContender) -> Path:
         """Where its files are."""
@@ -164,7 +164,7 @@ class Loads:
         return {"cold_s": took_s, "cached": cached} if cold else {"warm_s": took_s, "cpu_s": used_s}
 
     def limits(self) -> tuple[Callable[[], Sample], Callable[[], Sample]]:
-        """What measures copies and warm reads, and cold reads, of the largest file."""
+        """Functions that measure copies with warm reads, and cold reads, of the largest file."""
         file = max(machine.files_below(self.directory), key=lambda each: each.stat().st_size)
         copies, reads = Copies(self.saved.tensors), RawReads(file)
 

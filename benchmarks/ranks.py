@@ -60,9 +60,9 @@ and sends to one; CPU: its processor time, without the network, and that of its 
 kept: memory after the saves."""
 _SAVES = ("first", "second", "later")
 _ROWS, _COLUMNS = 4, 64
-"""Of each shard. Exchanges do not depend on them."""
+"""Shape of each shard. Exchanges do not depend on it."""
 _NBYTES = 4 * _ROWS * _COLUMNS + 512
-"""Of an item with its container."""
+"""Bytes of an item with its container."""
 
 
 class Exchange:
@@ -165,10 +165,10 @@ class Stock:
     def __init__(self, state: ShardedState) -> None:
         self.state = state
         self.metadata: dcp.Metadata | None = None
-        """Of the plans of all ranks, where they are exchanged once."""
+        """Metadata of all ranks' plans, for contenders that exchange plans only once."""
 
     def save(self, exchange: Exchange, path: Path) -> None:
-        """What the coordinator does in one save; later ones are of the same structure."""
+        """Do the coordinator's work in one save; later saves have the same structure."""
         exchange.broadcast(self.saved(exchange, path))
 
     def saved(self, exchange: Exchange, path: Path) -> dcp.Metadata:
@@ -193,7 +193,7 @@ class Stock:
 
 
 class GatheredResults(Stock):
-    """What NVRx does with its caches on: results and metadata in every save, plans once."""
+    """NVRx with its caches on: results and metadata are sent in every save, plans once."""
 
     name = "results gathered"
 

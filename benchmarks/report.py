@@ -1,4 +1,4 @@
-"""What a run has found: samples of contenders and limits, one table as text, one form as JSON."""
+"""The findings of a run: samples of contenders and limits, one table as text, one form as JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Row:
 
     @classmethod
     def of(cls, contender: Named, group: Group) -> Row:
-        """Of a contender that is in if it can take part on all ranks. Collective."""
+        """The row of a contender; "not available" unless every rank can run it. Collective."""
         row = cls(name=contender.name)
         if (why := group.first_text(contender.available())) is not None:
             row.status, row.why = "not available", why
@@ -119,7 +119,7 @@ class Column:
     scale: float = 1.0
     digits: int = 1
     over: str = ""
-    """What each sample is divided by, round by round: a contender's, or a limit."""
+    """Name of the contender or limit by whose sample each sample is divided, round by round."""
 
     def cell(self, row: Row, report: Report) -> str:
         """The text for a row; ``-`` if it was not measured."""

@@ -165,7 +165,7 @@ class Saves:
 
 
 def limits_of(saves: Saves) -> Callable[[], Sample]:
-    """What measures copies and writes of as many bytes, once per round."""
+    """A function that measures, once per round, copies and writes of as many bytes as a save."""
     copies = Copies(saves.workload.tensors)
     writes = RawWrites(copies.pages, saves.workload.nbytes)
 

@@ -1,4 +1,4 @@
-"""What is saved: a state dict whose values change in place, so that no stale snapshot passes."""
+"""The saved state: a state dict whose values change in place, so that no stale snapshot passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGE_TENSORS = 216
 _SMALL_NBYTES = 4096
 _NAMES_SHOWN = 5
 _STRIDE = 0x01000193
-"""What one version adds to every element, as an odd integer: all versions differ."""
+"""Amount that one version adds to every element, as an odd integer: all versions differ."""
 
 
 class Workload:
@@ -80,7 +80,7 @@ def said_of(differing: list[str]) -> str:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers: every bit counts, and NaNs are equal to themselves."""
+    """The tensor's memory as integers: every bit counts, and NaNs are equal to themselves."""
     return tensor.detach().view(torch.int32)
 
 

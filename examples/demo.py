@@ -82,7 +82,7 @@ class FinishedRun:
 
     returncode: int
     output: str
-    """What torchrun and all ranks wrote to stdout and stderr."""
+    """Everything that torchrun and all ranks wrote to stdout and stderr."""
 
     def expect_success(self) -> None:
         """Raise `PromiseBroken` with the output if the run failed."""

@@ -284,7 +284,7 @@ def load_latest(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveTiming:
-    """What one save cost; the slowest rank counts."""
+    """The cost of one save; the slowest rank counts."""
 
     blocked_ms: float
     """How long the training loop stood still, from the call to its return and later in polls."""

@@ -36,7 +36,7 @@ def state() -> dict[str, Any]:
 
 
 def wholes() -> dict[str, torch.Tensor]:
-    """What two ranks have parts of, under the names of :data:`PLACEMENTS`; not evenly."""
+    """Whole tensors, by the names of :data:`PLACEMENTS`; two ranks get uneven parts of them."""
     return {
         name: torch.arange(35.0).reshape(7, 5) + 100 * number
         for number, name in enumerate(PLACEMENTS)

@@ -95,7 +95,7 @@ def test_the_page_and_the_help_list_the_same_exit_statuses(run: Run) -> None:
 
 
 def test_the_page_lists_every_command(run: Run) -> None:
-    """As ``--help`` does."""
+    """The reference page and ``--help`` both list every command."""
     first = PAGE.split("\n## ")[0]
     assert set(_COMMANDS) <= set(re.findall(r"^\| `([a-z]+)[ `]", first, re.MULTILINE))
     shown = run("--help")[1]

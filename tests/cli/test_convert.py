@@ -269,7 +269,7 @@ def test_paths_in_metadata_are_not_trusted() -> None:
 
 
 def test_a_damaged_file_is_not_converted(tmp_path: Path, run: Run) -> None:
-    """What was converted would get new checksums, and the damage could not be found later."""
+    """Conversion would give damaged bytes new checksums, which hide the damage for ever."""
     file = tmp_path / "all.pt"
     torch.save({"a": torch.ones(1000)}, file)
     content = bytearray(file.read_bytes())
@@ -281,7 +281,7 @@ def test_a_damaged_file_is_not_converted(tmp_path: Path, run: Run) -> None:
 
 
 def test_files_without_checksums_are_converted(tmp_path: Path, run: Run) -> None:
-    """As torch writes them on request."""
+    """``torch.save`` omits checksums on request; such files convert without an error."""
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"a": torch.ones(1000)}, tmp_path / "all.pt")

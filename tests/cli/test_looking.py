@@ -86,7 +86,7 @@ def test_parts_of_a_step_are_listed(tmp_path: Path, run: Run) -> None:
 
 
 def test_links_to_checkpoints_are_listed(tmp_path: Path, run: Run) -> None:
-    """As ``latest`` follows them, which prints a directory rather than a link to it."""
+    """``ls`` shows links with their targets, and ``latest`` prefers a directory to a link to it."""
     save(tmp_path / "elsewhere" / "step-1")
     root = tmp_path / "root"
     save(root / "step-2")
@@ -163,7 +163,7 @@ def test_an_empty_path_is_a_wrong_argument(run: Run, command: list[str], name: s
 
 
 def test_a_broken_link_is_not_converted(tmp_path: Path, run: Run) -> None:
-    """As for the other commands, 1: something stands for what is not there."""
+    """A link to nothing exits with status 1, like other damage, and the error names the link."""
     link = tmp_path / "link"
     link.symlink_to("nothing")
     status, shown, error = run("convert", link, tmp_path / "new")
@@ -543,7 +543,7 @@ def test_equal_checkpoints_do_not_differ(tmp_path: Path, run: Run) -> None:
 
 
 def test_each_difference_is_named(tmp_path: Path, run: Run) -> None:
-    """What is on one side only, other dtypes and shapes, and how far values are apart."""
+    """Each name on one side only, each changed dtype or shape, and how far values differ."""
     values = torch.zeros(1000, 3)
     save(tmp_path / "a", {"v": values, "w": torch.zeros(2), "gone": torch.zeros(1), "n": {"k": 1}})
     changed = values.clone()
@@ -584,7 +584,7 @@ def test_each_difference_is_named(tmp_path: Path, run: Run) -> None:
 def test_values_are_compared_by_bits(
     tmp_path: Path, run: Run, one: torch.Tensor, other: torch.Tensor, said: str | None
 ) -> None:
-    """Of any dtype; a difference is given where it is a finite number."""
+    """Values of any dtype differ if a bit does; the distance is given where it is finite."""
     save(tmp_path / "a", {"x": one})
     save(tmp_path / "b", {"x": other})
     status, shown, _ = run("diff", "--values", tmp_path / "a", tmp_path / "b")

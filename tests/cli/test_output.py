@@ -1,4 +1,4 @@
-"""What is printed to a terminal and to a pipe, and what an error looks like."""
+"""Output to a terminal and to a pipe, and the format of errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_progress_on_a_real_terminal(
 
 
 def test_a_reader_that_ends_early_is_no_error(checkpoint: Path) -> None:
-    """As with ``| head -1``: no traceback, and the status of a closed pipe."""
+    """A command whose pipe is closed early, by ``| head -1``, exits with 141 and no traceback."""
     program = f"""
 import sys
 from nostall.cli import main
@@ -129,7 +129,7 @@ def test_exit_statuses(
 def test_a_closed_stream_is_no_error(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, stream: str
 ) -> None:
-    """As with ``>&-``: nothing is printed, and the status is as usual."""
+    """A stream closed by ``>&-`` gets no output, and the exit status does not change."""
     monkeypatch.setattr(sys, stream, None)
     assert main(["ls", str(checkpoint.parent)]) == 0
     assert main(["verify", str(checkpoint)]) == 0

@@ -287,7 +287,7 @@ POLICIES = st.lists(
 
 @given(CHECKPOINTS, POLICIES)
 def test_the_newest_complete_one_always_stays(checkpoints: list[Listed], text: str) -> None:
-    """As do the promised number, and everything that is not complete."""
+    """The newest complete checkpoint, every promised step, and all incomplete ones are kept."""
     policies = parse_policies(text)
     kept = why_kept(checkpoints, policies, set())
     complete = [each for each in checkpoints if each.state is State.COMPLETE]
@@ -304,7 +304,7 @@ def test_the_newest_complete_one_always_stays(checkpoints: list[Listed], text: s
 
 @given(CHECKPOINTS, st.integers(1, 20))
 def test_no_gap_is_longer_than_asked(checkpoints: list[Listed], hours: int) -> None:
-    """Of any two neighbours that are kept by time, none in between is an interval from both."""
+    """Kept checkpoints are an interval apart, and each removed one follows a kept one sooner."""
     checkpoints = [
         dataclasses.replace(each, name=f"step{step}") for step, each in enumerate(checkpoints)
     ]

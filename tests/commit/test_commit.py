@@ -56,7 +56,7 @@ def publish(directory: Path, content: bytes = b"new", **options: Any) -> None:
 
 @pytest.mark.parametrize("sync", [True, False], ids=["durable", "not synced"])
 def test_metadata_is_published_whole_under_its_name(tmp_path: Path, *, sync: bool) -> None:
-    """What was there is replaced, no temporary file stays, and unnamed files are gone."""
+    """The old file is replaced, no temporary file stays, and replaced shard files are deleted."""
     (tmp_path / ".metadata").write_bytes(b"old")
     for name in ("old.distcp", "new.distcp"):
         (tmp_path / name).write_bytes(b"shard")
@@ -617,7 +617,7 @@ def test_a_hostile_pickle_is_refused_without_running_it(tmp_path: Path) -> None:
 
 
 def test_hostile_pickles_are_real(tmp_path: Path) -> None:
-    """The same bytes do run when they are read without a limit, so the test above can fail."""
+    """Read without a limit, each hostile pickle does run its code, so the test above can fail."""
     target = tmp_path / "ran"
     for content in hostile_pickles(target).values():
         pickle.loads(content)

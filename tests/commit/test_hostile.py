@@ -137,7 +137,7 @@ def test_no_code_is_run(protocol: int, module: str, name: str) -> None:
 
 
 class Allowed:
-    """What a program gives to ``add_safe_globals``."""
+    """A class that a program passes to ``add_safe_globals``."""
 
     mark = "own"
 
@@ -196,7 +196,7 @@ def test_calls_take_what_metadata_gives_them(call: tuple[str, str, Any]) -> None
 
 
 def whole() -> Metadata:
-    """Of one tensor in two chunks."""
+    """Metadata of one tensor in two chunks."""
     half, zero = torch.Size([2]), torch.Size([0])
     chunks = [ChunkStorageMetadata(zero, half), ChunkStorageMetadata(half, half)]
     tensor = TensorStorageMetadata(TensorProperties(), torch.Size([4]), chunks)
@@ -307,7 +307,7 @@ def test_entries_that_are_not_what_they_are_declared_to_be_are_refused(
 
 
 def test_values_of_all_lengths_are_read() -> None:
-    """As stock reads them, whatever instructions pickle them; no part of them is metadata."""
+    """Values of any length load intact, in any pickle protocol; a truncated pickle is refused."""
     metadata = whole()
     texts = {"x" * nchars: ("ä" * nchars, nchars) for nchars in (0, 1, 255, 256, 257, 70_000)}
     numbers = [sign << bits for bits in (0, 7, 8, 15, 16, 31, 32, 62, 70) for sign in (1, -1)]
@@ -375,7 +375,7 @@ def test_no_attribute_but_a_member_of_an_enumeration_is_looked_up(of: bytes, nam
 
 
 def test_plans_that_share_tuples_are_read() -> None:
-    """As planners of frameworks do, thousands of times."""
+    """Planner data with thousands of shared tuples, as frameworks make them, loads intact."""
     metadata = whole()
     paths = {f"model.{n}": ("model", n) for n in range(5000)}
     metadata.planner_data = {"one": paths, "other": dict(paths), "third": dict(paths)}

@@ -1,4 +1,4 @@
-"""What an index must not say: its reader refuses it, and no save writes it."""
+"""Invalid indexes: the reader of an index refuses them, and no save writes one."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ BYTES: dict[str, tuple[str, Callable[[], bytes]]] = {
 
 @pytest.mark.parametrize("fault", BYTES)
 def test_each_fault_of_the_bytes_is_refused(fault: str) -> None:
-    """Of the header, the names and the tables."""
+    """An index with a damaged header, name or table is refused, and the error says why."""
     reason, forged = BYTES[fault]
     with pytest.raises(InvalidIndexError, match=reason):
         parsed(forged(), NBYTES_OF)
@@ -283,7 +283,7 @@ class ChangingPlanner(dcp.DefaultSavePlanner):
         self.change = change
 
     def create_global_plan(self, all_plans: Any) -> Any:
-        """As stock, without its check."""
+        """Plan like stock's planner, then change the metadata after its check."""
         plans, metadata = super().create_global_plan(all_plans)
         self.change(metadata)
         return plans, metadata

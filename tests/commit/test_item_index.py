@@ -80,7 +80,7 @@ def test_items_made_on_demand_are_those_of_the_metadata(original: Metadata) -> N
 
 
 def test_items_that_are_only_alike_do_not_share(tmp_path: Path) -> None:
-    """Those of one shape but another dtype, of other lengths or dimensions, and objects."""
+    """Tensors of different dtype, length or dimensions, and objects, are described apart."""
     state = {
         "one": torch.zeros(2),
         "same": torch.ones(2),

@@ -43,7 +43,7 @@ def plain(value: Any) -> Any:
 
 
 def parts_of(found: Metadata) -> list[Any]:
-    """The same of metadata; a pickle does not say that there is no transform."""
+    """All parts of metadata, made comparable; a pickle does not say that there is no transform."""
     places = found.storage_data
     assert places is not None
     for place in places.values():
@@ -63,7 +63,7 @@ def in_any_order(parts: list[Any]) -> list[Any]:
 
 
 def content_of(found: Metadata) -> bytes:
-    """What is committed, without a manifest."""
+    """The bytes that a commit writes for metadata, without a manifest."""
     return b"".join(publication_of(found).content(None))
 
 
@@ -242,7 +242,7 @@ def test_what_is_unusual_is_pickled_as_it_is(change: Callable[[Metadata], None])
 
 
 class Counted(Metadata):
-    """Of a planner: its pickle depends on the entries."""
+    """Metadata of a planner's own class, whose pickle depends on the entries."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "count": len(self.state_dict_metadata)}
@@ -262,7 +262,7 @@ def test_entries_that_are_alike_stay_apart() -> None:
 
 
 def test_files_are_renamed_in_it() -> None:
-    """As saves of a known structure do, one after the other."""
+    """Each save of a known structure renames the files of the one before; all else stays equal."""
     original = tall(3, 2)
     publication = publication_of(in_a_save(original))
     for suffix in ("-89abcdef", "-01234567-89abcdef", ""):

@@ -27,7 +27,7 @@ from support.indexes import metadata, small
 
 
 def results_of(found: Metadata) -> list[list[WriteResult]]:
-    """Those of two ranks, of which each wrote one file."""
+    """The write results of two ranks, each of which wrote one file."""
     ranks: dict[str, list[WriteResult]] = {"__0_0.distcp": [], "__1_0.distcp": []}
     for index, info in found.storage_data.items():
         result = WriteResult(index=index, size_in_bytes=info.length, storage_data=info)
@@ -36,7 +36,7 @@ def results_of(found: Metadata) -> list[list[WriteResult]]:
 
 
 def sent(results: list[WriteResult]) -> Any:
-    """What the coordinator gets."""
+    """Results after their transfer to the coordinator, as columns."""
     return pickle.loads(pickle.dumps(in_columns(results)))
 
 
@@ -202,7 +202,7 @@ def test_unusual_results_stay_as_they_are(change: Callable[[list[WriteResult]], 
 
 
 def test_transforms_are_those_of_each_file() -> None:
-    """As DCP has them: a list of its own for each item."""
+    """Items of a file have equal transforms, but each has a list of its own, like DCP's results."""
     results = [
         WriteResult(
             index=MetadataIndex(name),
@@ -217,7 +217,7 @@ def test_transforms_are_those_of_each_file() -> None:
 
 
 def test_an_item_that_two_ranks_wrote_has_the_last_place() -> None:
-    """As with DCP's results; such metadata have no index."""
+    """The last rank's place wins, like with DCP's own results, and such metadata have no index."""
     found = small()
     (results, _) = results_of(found)
     info = replace(results[0].storage_data, offset=1000)

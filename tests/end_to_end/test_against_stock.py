@@ -57,7 +57,7 @@ def broken_promises(after: Aftermath, *, before: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What every fault has led to, by writer and fault."""
+    """The aftermath of every fault, by writer and fault."""
     out = tmp_path_factory.mktemp("against stock")
     program = ("programs/against_stock.py", str(out / "one process"))
     done = run_script(*program, cwd=out, timeout_s=100)
@@ -70,7 +70,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def broken_by(found: Found, writer: str, fault: str) -> list[set[str]]:
-    """What was broken each time, on each rank."""
+    """The promises broken each time, on each rank."""
     before = "none" if fault in IN_A_NEW_DIRECTORY else "old"
     return [broken_promises(after, before=before) for after in found[writer][fault]]
 
@@ -97,7 +97,7 @@ def test_stock_reports_success_for_a_write_that_failed(found: Found) -> None:
 
 
 def test_stock_loses_the_old_checkpoint_and_reports_success(found: Found) -> None:
-    """The same in a directory that held a checkpoint, whose metadata is replaced."""
+    """A failed overwrite reports success and leaves metadata that does not load."""
     broken = broken_by(found, "stock", "one file of four fails while overwriting")
     assert any("a failure is reported as a success" in each for each in broken)
     assert all("what looks like a checkpoint does not load" in each for each in broken)
@@ -129,7 +129,7 @@ def test_stock_killed_at_the_last_step_leaves_no_checkpoint(found: Found) -> Non
 
 
 def test_stock_leaves_files_that_nothing_refers_to(found: Found) -> None:
-    """Those of the old checkpoint that the new one, of fewer threads, does not write over."""
+    """An overwrite with fewer threads leaves the old checkpoint's extra files in the directory."""
     (broken,) = broken_by(found, "stock", "overwritten with fewer threads")
     assert broken == {"files that nothing refers to stay"}
 

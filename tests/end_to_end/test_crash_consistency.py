@@ -194,7 +194,7 @@ def test_a_checkpoint_that_is_removed_is_there_as_a_whole_or_not_at_all(
 
 
 def test_the_model_finds_files_that_are_removed_before_the_metadata(tmp_path: Path) -> None:
-    """As ``shutil.rmtree`` would, in the order that the file system gives."""
+    """Removal in file system order, like ``shutil.rmtree``'s, or without fsync is detected."""
     root = tmp_path / "root"
     root.mkdir()
     by_save(root / "checkpoint", 1)

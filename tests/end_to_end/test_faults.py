@@ -51,7 +51,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def reports_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What every rank saw of every failure, by kind and title; two ranks start once for all."""
+    """Each rank's report of every failure, by kind and title; two ranks start once for all."""
     return run_ranks(2, "faults:everything", tmp_path_factory.mktemp("faults"))
 
 
@@ -138,7 +138,7 @@ def test_a_failed_save_over_a_checkpoint_leaves_that_checkpoint(
 
 
 def test_the_save_after_a_failed_one_works(reports_of_ranks: list[dict[str, Any]]) -> None:
-    """The same structure goes to the same directory and loads bit for bit, after any failure."""
+    """After any failure, a save of that structure to that directory loads bit for bit."""
     for kinds in reports_of_ranks:
         for reports in kinds.values():
             assert all(report["next loads"] is True for report in reports.values())
@@ -147,7 +147,7 @@ def test_the_save_after_a_failed_one_works(reports_of_ranks: list[dict[str, Any]
 def test_finalize_functions_never_run_after_a_failure(
     reports_of_ranks: list[dict[str, Any]],
 ) -> None:
-    """What would have announced the checkpoint is not called on any rank."""
+    """A function that would have announced the failed checkpoint is not called on any rank."""
     for kinds in reports_of_ranks:
         for reports in kinds.values():
             assert not any(report.get("finalized") for report in reports.values())
@@ -391,7 +391,7 @@ def test_a_save_right_after_the_writers_death_gets_a_new_writer(tmp_path: Path) 
 
 
 def test_signals_to_the_writer_do_not_disturb_a_save(tmp_path: Path) -> None:
-    """As a scheduler, or a batch system, sends them to all processes before a job ends."""
+    """The writer ignores signals that schedulers send to all processes before a job ends."""
     with Hold("chunk") as hold, AsyncCallsQueue() as queue:
         with inject(hold.fault):
             schedule(queue, tmp_path / "saved", small_state(1))
@@ -465,7 +465,7 @@ def wait_for_end(pids: list[int], *, kill: subprocess.Popen[str], timeout_s: flo
 
 
 def in_dev_shm(pid: int) -> list[str]:
-    """What a process has open or mapped in ``/dev/shm``."""
+    """Files in ``/dev/shm`` that a process has open or mapped."""
     process = psutil.Process(pid)
     paths = [file.path for file in process.open_files()]
     paths += [str(mapping[0]) for mapping in process.memory_maps(grouped=True)]

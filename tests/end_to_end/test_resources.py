@@ -1,4 +1,4 @@
-"""What a save costs the host: memory, descriptors, processes, and waits of the next save."""
+"""The cost of a save to the host: memory, descriptors, processes, and waits of the next save."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEADLINE_S = 60.0
 
 
 def run_python(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> str:
-    """What a Python process writes to standard output; one that fails is an error here."""
+    """The standard output of a Python process; one that fails is an error here."""
     path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [*python, "-W", "ignore", *arguments],
@@ -53,7 +53,7 @@ def run_python(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> 
 
 
 def run_program(function: str, out: Path, *args: str, **options: Any) -> Any:
-    """What a function of ``programs.resources`` tells, run in a process of its own."""
+    """The result of a function of ``programs.resources``, run in a process of its own."""
     script = "import sys, pathlib; from programs import resources;"
     script += " getattr(resources, sys.argv[1])(pathlib.Path(sys.argv[2]), *sys.argv[3:])"
     return json.loads(run_python("-c", script, function, str(out), *args, **options))
@@ -353,7 +353,7 @@ def test_a_queue_sets_priorities_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_queue_without_priorities_leaves_configured_ones_alone(tmp_path: Path) -> None:
-    """What ``EngineOptions`` says holds for split saves, too."""
+    """Priorities from ``EngineOptions`` apply to the writer process of a queue, too."""
     nostall.configure(EngineOptions(cpu_priority=15, io_priority=psutil.IOPRIO_CLASS_IDLE))
     with AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "saved", small_state(1))

@@ -40,7 +40,7 @@ def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path) -> None:
 
 
 def test_ranks_that_are_killed_leave_no_checkpoint_in_parts(tmp_path: Path) -> None:
-    """What a killed run was writing is not resumed from, and the next run removes it."""
+    """A resume ignores the killed run's unfinished checkpoint, and the next run removes it."""
     run_ranks(2, "accelerate_saves:killed", tmp_path, check=False)
     for found in run_ranks(2, "accelerate_saves:after_the_kill", tmp_path):
         assert found["left"] == ["_saving-checkpoint-4", "checkpoint-2"]
@@ -95,7 +95,7 @@ def test_saves_of_one_device_are_the_frameworks_own_and_named(tmp_path: Path) ->
 
 
 def test_the_lines_of_the_documentation_switch_it_on(tmp_path: Path) -> None:
-    """Those of docs/frameworks.md, for the Trainer and for a loop of one's own."""
+    """The lines in docs/frameworks.md work, for the Trainer and for a loop of one's own."""
     for found in run_ranks(2, "accelerate_saves:page", tmp_path):
         assert found == {"names": ["accelerate", "trainer"], "trainer": ["checkpoint-2"]}
 

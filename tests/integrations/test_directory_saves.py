@@ -95,7 +95,7 @@ def test_a_checkpoint_is_replaced_while_another_save_of_it_is_pending(
 
 
 def test_leftovers_of_a_crash_are_removed_once(tmp_path: Path, saves: DirectorySaves) -> None:
-    """What a killed run has not committed is removed; checkpoints and other files stay."""
+    """Recovery removes a killed run's uncommitted directories; checkpoints and other files stay."""
     for name in ("1", "_saving-2/2/model", "_removed-00ff", "others"):
         (tmp_path / name).mkdir(parents=True)
     saves.recover(str(tmp_path), str(tmp_path))
@@ -202,7 +202,7 @@ def test_recovery_does_not_wait_for_storage_for_ever(
 def test_recovery_that_storage_refuses_can_be_tried_again(
     tmp_path: Path, saves: DirectorySaves, call: str
 ) -> None:
-    """What cannot be looked at is neither removed nor forgotten."""
+    """A directory that storage fails to list is neither removed nor forgotten."""
     commit_directory(saves, tmp_path / "1", 1)
     (tmp_path / "_saving-1").mkdir()
     (tmp_path / "1").rename(tmp_path / "_saving-1" / "_replaced")

@@ -206,7 +206,7 @@ def test_sharded_checkpoints_are_resumed_with_and_without_nostall(tmp_path: Path
 
 
 def test_the_documented_trainers_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of docs/frameworks.md, for one device and for a sharded strategy."""
+    """The trainers in docs/frameworks.md save, on one device and with a sharded strategy."""
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {}
     exec(code_blocks("frameworks.md")[0], namespace)

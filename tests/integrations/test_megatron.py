@@ -35,7 +35,7 @@ Facts = dict[str, Any]
 
 @pytest.fixture(scope="module", params=HOWS)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
-    """What ``megatron_saves.two_ranks`` found on each rank."""
+    """The findings of ``megatron_saves.two_ranks`` on each rank."""
     out = tmp_path_factory.mktemp("megatron")
     return run_ranks(2, "megatron_saves:two_ranks", out, request.param, timeout_s=300)
 
@@ -60,7 +60,7 @@ def test_megatron_saves_through_nostall_and_loads_what_it_saved(
 @needs_megatron
 @pytest.mark.parametrize("caller", ["persistent", "temporal"])
 def test_megatron_reuses_plans_of_a_constant_structure(caller: str, found: list[Facts]) -> None:
-    """Those of the saves before, and after a resume those of the loaded checkpoint."""
+    """Later saves reuse earlier plans; after a resume they reuse those of the loaded checkpoint."""
     for facts in found:
         (validated, _), (_, loaded) = facts[caller]["reused"]
         assert validated

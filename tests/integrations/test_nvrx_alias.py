@@ -47,7 +47,7 @@ NAMES = {
     ],
     "checkpointing.utils": ["diff", "preload_tensors"],
 }
-"""What frameworks import, by module."""
+"""Names that frameworks import, by module."""
 
 INSTALLED = {
     "__init__.py": '__version__ = "0.4.1"\n',
@@ -88,7 +88,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_preloaded_tensors_are_copies() -> None:
-    """Of tensors in host memory, too: what training changes later is not in a checkpoint."""
+    """Tensors in host memory are copied, too, so later changes by training are not saved."""
     state: dict[str, Any] = {"weight": torch.ones(3), "list": [torch.ones(2)[:1], "text"]}
     copied = nvrx_alias.preload_tensors(state)
     state["weight"].zero_()
@@ -99,7 +99,7 @@ def test_preloaded_tensors_are_copies() -> None:
 
 
 def run(folder: Path, text: str, *command: str, path: Path | None = None) -> Facts:
-    """What a script prints as JSON; ``command`` comes before its name."""
+    """The JSON that a script prints; ``command`` comes before its name."""
     folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text("import json, sys\nfrom importlib import import_module\n" + dedent(text))

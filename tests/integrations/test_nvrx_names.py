@@ -203,7 +203,7 @@ def test_nothing_is_written_once_an_abort_has_returned(tmp_path: Path) -> None:
 
 
 def test_a_monitor_thread_can_abort_while_the_main_thread_waits(tmp_path: Path) -> None:
-    """As an in-process restart does: the wait ends with an error of its own, and saving goes on."""
+    """An abort by an in-process restart ends the wait with a typed error, and saving goes on."""
     queue = AsyncCallsQueue()
     error = error_of_a_save_that_a_monitor_aborts(queue, tmp_path / "aborted", small_state(1))
     assert error == "SaveAbortedError"
@@ -219,7 +219,7 @@ def test_a_monitor_thread_can_abort_while_the_main_thread_waits(tmp_path: Path) 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
-    """What ``nvrx_names.two_ranks`` found on each rank."""
+    """The findings of ``nvrx_names.two_ranks`` on each rank."""
     return run_ranks(2, "nvrx_names:two_ranks", tmp_path_factory.mktemp("names"))
 
 

@@ -1,4 +1,4 @@
-"""What adapters share: commits by polling, and removals that wait for them."""
+"""Parts that adapters share: saves committed by polling, and removals that wait for commits."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_removal_waits_for_the_saves_before_it(tmp_path: Path, saves: Saves) -
 
 
 def test_a_failed_save_keeps_the_checkpoint_before_it(tmp_path: Path, saves: Saves) -> None:
-    """What a failed save was to replace is removed after the next one that succeeds."""
+    """A checkpoint that a failed save was to replace is removed after the next success."""
     older, failed, newest = (str(tmp_path / name) for name in ("older", "failed", "newest"))
     saves.save(_state(1), older)
     saves.poll(wait=True)

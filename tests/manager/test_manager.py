@@ -56,7 +56,7 @@ NAMES = "step-%09d"
 
 
 class OfAnotherPlanner:
-    """What nostall does not know."""
+    """A class of a foreign planner, unknown to nostall."""
 
 
 class OfItsOwn:
@@ -128,7 +128,7 @@ def test_restoring_into_a_job_that_has_trained_on(tmp_path: Path) -> None:
 
 
 def test_the_first_save_after_a_resume_reuses_its_plan(tmp_path: Path) -> None:
-    """As far as the structure is the same."""
+    """After a restore, a save of an equal structure reuses the plan of the loaded checkpoint."""
     with CheckpointManager(tmp_path) as manager:
         saved(manager, 1)
     with CheckpointManager(tmp_path) as resumed:
@@ -227,7 +227,7 @@ class _Scaled(nn.Linear):
 
 
 def test_what_has_no_place_in_an_empty_dictionary_is_not_lost_silently(tmp_path: Path) -> None:
-    """As with ``nostall.load``; where it was empty when it was saved, nothing is lost."""
+    """Saved entries without a place to load into are an error; an empty saved dictionary is not."""
     with CheckpointManager(tmp_path) as manager:
         model = _Scaled()
         manager.save(1, {"model": model}).result()
@@ -283,7 +283,7 @@ def test_stock_loads_what_a_manager_has_saved(tmp_path: Path) -> None:
 
 
 def test_the_snapshot_is_taken_in_the_call(tmp_path: Path) -> None:
-    """What changes after the call is not saved: tensors, objects, extra, generators."""
+    """Changes after the call are not saved, whether to tensors, objects, extra or generators."""
     job = Job()
     extra = {"seen": [1]}
     with CheckpointManager(tmp_path) as manager:
@@ -963,7 +963,7 @@ def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_wrong_arguments_of_restore_are_refused(tmp_path: Path) -> None:
-    """As those of ``save`` are."""
+    """A step that is no number, or a state that is no dictionary, raises ``OptionError``."""
     wrong: Any = "2"
     manager = CheckpointManager(tmp_path)
     with pytest.raises(OptionError, match="step='2'"):
@@ -1096,7 +1096,7 @@ def test_what_a_crash_has_left_is_removed_by_the_next_save(tmp_path: Path) -> No
 
 
 def test_listing_opens_no_file(tmp_path: Path) -> None:
-    """Of a thousand steps only names and the status of metadata files are read."""
+    """Listing a thousand steps reads only names and the status of metadata files."""
     for step in range(1000):
         path = tmp_path / (NAMES % step)
         path.mkdir()
@@ -1169,7 +1169,7 @@ def test_a_metric_that_no_step_has_is_a_warning(
 
 
 def test_a_wait_also_waits_for_removal(tmp_path: Path) -> None:
-    """What is listed after it stays until the next save."""
+    """After ``wait`` only the kept steps are listed, even if removing the others is slow."""
     remove = StepDirectories.remove
 
     def slow(steps: StepDirectories, step: int) -> bool:

@@ -92,7 +92,7 @@ def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
 def test_a_save_of_another_manager_is_not_taken_for_an_interrupted_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, point: str
 ) -> None:
-    """What the second manager of a process finds under way stays, also before the first file."""
+    """A manager does not remove another manager's unfinished save, even before its first file."""
     with CheckpointManager(tmp_path) as first, Hold(point) as hold:
         with inject(hold.fault):
             first.save(1, STATE)

@@ -55,7 +55,7 @@ def test_latest_are_the_highest_steps() -> None:
 
 
 def test_best_are_those_with_the_best_metric() -> None:
-    """Of equal ones the higher step; steps without the metric, or with NaN, never."""
+    """Equal metrics favour the higher step; steps without the metric, or with NaN, never count."""
     seen = records(1, 2, 3, 4, 5, loss=[0.5, 0.1, 0.1, float("nan"), 0.9])
     assert set(KeepBest(1, "loss").keeps(seen)) == {3}
     assert set(KeepBest(2, "loss", "max").keeps(seen)) == {5, 1}
@@ -107,7 +107,7 @@ def test_what_must_stay_stays(
 def test_a_second_decision_removes_nothing_more(
     seen: list[StepRecord], policies: list[Policy]
 ) -> None:
-    """What stays once stays as long as no step is added: a pass may be interrupted anywhere."""
+    """Policies keep all survivors of a pass until a step is added, so a pass may be interrupted."""
     kept = steps_to_keep(seen, policies)
     left = [each for each in seen if each.step in kept]
     assert steps_to_keep(left, policies) == kept

@@ -18,13 +18,13 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the ranks have left."""
+    """The directory into which the ranks save."""
     return tmp_path_factory.mktemp("managing")
 
 
 @pytest.fixture(scope="module")
 def found(out: Path) -> Found:
-    """What each of two ranks reports; one start for all scenarios."""
+    """The reports of two ranks, started once for all scenarios."""
     return run_ranks(2, "managing:everything", out)
 
 
@@ -51,7 +51,7 @@ WHYS = {"write": "No space", "handle": "No space", "metrics": "metrics={'loss': 
 
 @pytest.mark.parametrize("when", ["first", "later", "metrics", "write", "handle", "restore"])
 def test_a_failure_on_one_rank_is_an_error_on_all(found: Found, when: str) -> None:
-    """Of an object or an argument when saving, of storage, of an object when restoring."""
+    """Every rank raises if one fails over an object or argument, in writing, or in restoring."""
     for each in found:
         error = each["failing"][when]
         assert error != "none"

@@ -72,7 +72,7 @@ def test_no_call_waits_for_storage_for_ever(tmp_path: Path, what: str) -> None:
 
 
 def test_a_removal_that_hangs_keeps_the_step_from_being_saved(tmp_path: Path) -> None:
-    """What is removed late are files of the crash, never those of the save that was tried again."""
+    """A late removal deletes the crashed save's files, never those of the save that is retried."""
     half = tmp_path / "step-000000002"
     half.mkdir()
     (half / "__0_0.distcp").write_bytes(b"half")
@@ -145,7 +145,7 @@ def test_a_job_does_not_begin_anew_while_storage_is_away(tmp_path: Path, operati
 
 
 def test_a_root_that_is_a_file_is_a_typed_error(tmp_path: Path) -> None:
-    """Of every method that looks at it, also if it became one later."""
+    """Every method that looks at the root raises ``ReadError``, the constructor ``OptionError``."""
     manager = CheckpointManager(tmp_path / "root", metrics={"loss": "min"})
     (tmp_path / "root").write_text("")
     for call in CALLS.values():

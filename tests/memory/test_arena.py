@@ -66,7 +66,7 @@ def test_a_block_has_room_for_what_was_asked_in_whole_units() -> None:
 
 
 def test_two_leases_never_share_memory(arena: Arena) -> None:
-    """What is written through one lease does not show in the other."""
+    """Bytes written through one lease do not show in the other."""
     one, other = lease(arena, 100), lease(arena, 100)
     one.block.image(0, 3)[:] = b"one"
     other.block.image(0, 3)[:] = b"two"

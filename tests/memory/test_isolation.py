@@ -90,7 +90,7 @@ class Training:
         return found
 
     def spoil(self) -> None:
-        """What can be done to values, containers and objects."""
+        """Change values, containers and objects in every way that training could."""
         with torch.no_grad():
             for tensor in self.tensors():
                 tensor.fill_(77)
@@ -130,7 +130,7 @@ def _collect_tensors(value: Any, into: list[torch.Tensor]) -> None:
 
 
 def saved_by_stock(path: Path, state: State) -> dict[Any, bytes]:
-    """What a synchronous save of stock DCP stores of a state as it is now."""
+    """The items that a synchronous save by stock DCP stores for the state's present values."""
     dcp.save(state, storage_writer=FileSystemWriter(path))
     return blobs(path)
 
@@ -319,7 +319,7 @@ def test_source_tensors_are_free_once_the_save_call_has_returned(
 
 
 def test_what_a_framework_keeps_of_a_save_holds_no_tensors(tmp_path: Path) -> None:
-    """What a framework keeps of a save keeps no tensor alive once the snapshot is taken.
+    """Nothing that a framework keeps of a save keeps a tensor alive once the snapshot is taken.
 
     Writer, wrapper, metadata, snapshot and request of a save that is driven by hand.
     """

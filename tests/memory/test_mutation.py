@@ -122,7 +122,7 @@ class Everything:
 
 
 def leaves(value: Any, name: str = "") -> Leaves:
-    """What a state consists of, by the names that DCP gives."""
+    """The values in a state, by the names that DCP gives them."""
     if isinstance(value, Mapping) and value:
         pairs = list(value.items())
     elif isinstance(value, list):
@@ -236,7 +236,7 @@ class Split:
         nostall.wait_staged(DEADLINE_S)
 
     def make_room(self) -> None:
-        """As many saves as memory has room for may be under way."""
+        """Do nothing: any number of saves that memory has room for may be in flight."""
 
     def finish(self) -> None:
         self._queue.close()

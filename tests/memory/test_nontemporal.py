@@ -125,7 +125,7 @@ def save_twice(path: Path) -> dict[str, torch.Tensor]:
 def test_snapshots_of_more_than_caches_hold_have_every_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    """As stock writes them."""
+    """Items of large snapshots equal, byte for byte, those that stock writes."""
     copied: list[int] = []
 
     def noted(to: int, of: int, nbytes: int) -> None:
@@ -155,7 +155,7 @@ def test_little_is_copied_by_way_of_the_cache(monkeypatch: pytest.MonkeyPatch) -
 
 
 def refuse(*_: object) -> int | None:
-    """As ``mmap`` does on a system that gives no memory to execute."""
+    """Fail like ``mmap`` on a system that gives no executable memory."""
     ctypes.set_errno(errno.EPERM)
     return ctypes.c_void_p(-1).value
 
@@ -228,7 +228,7 @@ def test_what_switches_torchs_own_vector_code_off_switches_it_off() -> None:
 
 @has_avx
 def test_the_code_cannot_be_written_to() -> None:
-    """What a process can execute it cannot change."""
+    """The memory with the machine code is executable, not writable."""
     address = nontemporal._executable(nontemporal._CODE)
     for line in Path("/proc/self/maps").read_text().splitlines():
         begin, end = (int(each, 16) for each in line.split()[0].split("-"))

@@ -167,7 +167,7 @@ def sgd(*parameters: torch.Tensor) -> torch.optim.Optimizer:
 
 
 def test_an_optimizers_step_waits_for_all_snapshots(tmp_path: Path) -> None:
-    """Of the whole process, whatever the optimizer; each holds what was there at its call."""
+    """A step waits for every pending snapshot of the process; each holds the values at its call."""
     parameter = torch.nn.Parameter(torch.zeros(MUCH))
     optimizer = sgd(parameter)
     with AsyncCallsQueue() as queue, ThreadPoolExecutor(1) as pool, Hold("stage") as hold:
@@ -304,7 +304,7 @@ def values_at(path: Path, name: str, length: int) -> torch.Tensor:
 
 
 def test_a_watched_snapshot_holds_no_memory(tmp_path: Path) -> None:
-    """What is kept until the save is finalised counts changes, and keeps no tensor alive."""
+    """The watch on a pending save counts changes, and keeps no tensor alive."""
     tensor = torch.zeros(MUCH)
     storage = StorageWeakRef(tensor.untyped_storage())
     with AsyncCallsQueue() as queue, Hold("chunk") as hold:
@@ -319,7 +319,7 @@ def test_a_watched_snapshot_holds_no_memory(tmp_path: Path) -> None:
 
 
 def test_dcp_async_save_hands_out_a_staging_completion(tmp_path: Path) -> None:
-    """As DCP defines it: one future for when tensors may be changed, and one for the checkpoint."""
+    """DCP gets one future for when tensors may be changed, and one for the checkpoint."""
     for number in range(3):
         state = small_state(number)
         writer = FileSystemWriterAsync(tmp_path / f"{number}", staging="overlapped")

@@ -26,7 +26,7 @@ WIDTH = 350
 UNTIL_THE_COPY_S = 0.005
 """Forward, backward and step of these models are over sooner, if nothing waits."""
 FILLING = [torch.zeros(110_000) for _ in range(9)]
-"""As much as is copied inside the call, of tensors a little smaller than any weight."""
+"""Tensors, each smaller than any weight, that use up the bytes which are copied inside the call."""
 
 Optimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 

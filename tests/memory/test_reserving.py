@@ -36,7 +36,7 @@ def test_two_ranks_of_a_container_share_what_it_has() -> None:
 
 
 def test_a_rank_leaves_room_for_its_writer_process() -> None:
-    """What is within 12 MiB of the limit is refused; the writer process takes that much."""
+    """A reservation within 12 MiB of the limit is refused; the writer process takes that much."""
     with (
         memory_limit(300 * MIB) as group,
         running(*("reserves_all_but", str(group), str(12 * MIB))) as rank,

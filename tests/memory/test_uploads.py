@@ -55,7 +55,7 @@ def fill_all(uploads: Uploads, target: torch.Tensor, content: bytes, threads: in
 
 
 def content_of(tensor: torch.Tensor) -> bytes:
-    """What the current stream sees."""
+    """The bytes that the current stream sees."""
     return bytes(tensor.cpu().tolist())
 
 
@@ -116,7 +116,7 @@ def test_memory_is_released_after_the_copies_also_when_a_load_fails(fake: FakeAc
 
 
 def test_a_read_that_fails_gives_its_memory_back(fake: FakeAccelerator) -> None:
-    """What it was to fill is not copied, and others go on."""
+    """A failed read copies nothing to its target, and later reads succeed."""
     target = on_device(fake, PART)
 
     def failing(uploads: Uploads) -> None:
@@ -186,7 +186,7 @@ def test_one_stream_per_device_which_the_loads_thread_makes(fake: FakeAccelerato
 
 @pytest.mark.parametrize("name", ["meta", "fpga"])
 def test_devices_that_torch_has_no_module_for_are_not_filled(name: str) -> None:
-    """What is loaded goes to the CPU first, and is copied from there."""
+    """Loads for such a device go to the CPU first, and are copied from there."""
 
     class Target(torch.Tensor):
         device = torch.device(name)

@@ -23,13 +23,13 @@ from support.states import blobs, schedule
 
 
 def loaded_code(pid: int) -> str:
-    """What a process has mapped."""
+    """The memory map of a process, with the names of all libraries it has loaded."""
     return Path(f"/proc/{pid}/maps").read_text()
 
 
 @given(st.binary(max_size=5000), st.integers(min_value=0, max_value=2**32 - 1))
 def test_the_fast_sum_is_the_slow_sum(content: bytes, before: int) -> None:
-    """Of anything, and going on with any earlier sum."""
+    """Both sums agree for any bytes, and when they go on with any earlier sum."""
     assert checksum.use_fastest() is not None
     assert checksum.crc32 is not zlib.crc32
     assert checksum.crc32(memoryview(content), before) == zlib.crc32(content, before)
@@ -55,7 +55,7 @@ print(sorted(name for name in set(sys.modules) - before if not name.startswith("
 print(sorted(name for name in sys.modules if name.split(".")[0] in sys.argv[3:]))
 """
 NOT_IMPORTED = ["torch", "numpy", "psutil", "dataclasses", "inspect", "logging", "concurrent"]
-"""Of no use in the writer process, whose start took 23 ms longer with the last four."""
+"""Modules of no use in the writer process; the last four made its start 23 ms longer."""
 
 
 def test_the_writers_code_imports_no_other_package_and_nothing_slow() -> None:
@@ -108,7 +108,7 @@ def test_without_the_extra_a_checkpoint_is_the_same(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_imported_leaves_zlibs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the environment is replaced under a running trainer."""
+    """Without a working ``isal``, as in a replaced environment, the sum of zlib stays in use."""
     monkeypatch.setattr(checksum, "crc32", checksum.crc32)
     monkeypatch.setitem(sys.modules, "isal", None)
     before = list(sys.path)

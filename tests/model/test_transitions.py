@@ -32,7 +32,7 @@ def in_state(state: State) -> Progress:
 @pytest.mark.parametrize("present", State)
 @pytest.mark.parametrize("wanted", State)
 def test_a_save_moves_exactly_as_the_table_says(present: State, wanted: State) -> None:
-    """Of all pairs of states, those in the table are possible; others change nothing."""
+    """Pairs of states in the table are legal transitions; all others leave the state unchanged."""
     save = in_state(present)
     is_possible = wanted in TRANSITIONS[present]
     assert save.to(wanted) is is_possible
