@@ -119,7 +119,7 @@ def assert_same_files(directory: Path, state: dict[str, Any], **options: Any) ->
 
 
 def saved_alone(value: Any) -> bytes:
-    """What ``torch.save`` writes for one item, as stock DCP calls it."""
+    """The archive that ``torch.save`` writes for one item, called as stock DCP calls it."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         if value.layout == torch.strided and value.untyped_storage().nbytes() != value.nbytes:
@@ -630,7 +630,7 @@ def _names_in(path: Path) -> set[tuple[str, str]]:
 
 
 def test_metadata_of_a_split_save_reads_like_stocks(tmp_path: Path) -> None:
-    """What a queue commits has stock's entries and places, too."""
+    """Metadata that a queue commits has stock's entries, planner data and places."""
     state = _changing_state(0)
     queue = AsyncCallsQueue()
     schedule(queue, tmp_path / "ours", state)

@@ -177,7 +177,7 @@ def test_images_are_whole_pages_of_their_own(
 def test_layouts_are_deterministic(
     shapes: list[ItemShape], naming: FileNaming, packing: Packing
 ) -> None:
-    """The same items give the same layout, so places are known on every rank and in every save."""
+    """Equal items give equal layouts, so places are known on every rank and in every save."""
     assert lay_out(shapes, naming, packing) == lay_out(tuple(shapes), naming, packing)
 
 
@@ -185,7 +185,7 @@ def test_layouts_are_deterministic(
 def test_the_key_is_that_of_the_places_not_of_the_names(
     shapes: list[ItemShape], packing: Packing
 ) -> None:
-    """What was laid down in memory for one checkpoint serves the next, under other file names."""
+    """Layouts that differ only in file names have equal keys: memory for one serves the other."""
     one = lay_out(shapes, PLAIN, packing)
     other = lay_out(shapes, FileNaming(prefix="__0_", suffix="-deadbeef"), packing)
     assert one.key == other.key
@@ -262,7 +262,7 @@ def write_item(shape: ItemShape) -> WriteItem:
 
 @given(shapes=ITEMS, file_count=st.integers(1, 6))
 def test_items_are_packed_as_stock_packs_them(shapes: list[ItemShape], file_count: int) -> None:
-    """The same items in the same order in the same files; stock's empty files are left out."""
+    """Files hold stock's items in stock's order; stock's empty files are left out."""
     items = [write_item(shape) for shape in shapes]
     position = {id(item): number for number, item in enumerate(items)}
     expected = []
@@ -321,7 +321,7 @@ def test_weights_are_those_of_the_chunks_that_are_written() -> None:
 
 
 def test_weight_decides_not_the_length_in_the_file() -> None:
-    """What is packed is counted by weight alone, as in stock."""
+    """Items are packed by weight alone, like in stock; their length in the file does not count."""
     shapes = [
         run_item("light but long", 100_000, 1),
         run_item("heavy", 10, 1000),

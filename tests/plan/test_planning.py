@@ -33,7 +33,7 @@ Found = dict[str, Any]
 EXCHANGE = {"all_reduce": 2, "gather": 1, "scatter": 1}
 """All ranks plan together."""
 FIRST = {**EXCHANGE, "all_reduce": 3}
-"""The same, after finding out that not all of them have loaded plans that fit."""
+"""Joint planning, after finding out that not all ranks have loaded plans that fit."""
 VERIFIED = {"all_reduce": 1}
 """All of them have, and plan alone."""
 NOTHING: dict[str, int] = {}
@@ -41,7 +41,7 @@ NOTHING: dict[str, int] = {}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """What ``planning.two_ranks`` found on each rank."""
+    """The findings of ``planning.two_ranks`` on each rank."""
     return run_ranks(2, "planning:two_ranks", tmp_path_factory.mktemp("planning"))
 
 
@@ -61,7 +61,7 @@ def test_planning_says_nothing_once_the_cache_is_valid(found: list[Found]) -> No
 def test_a_failure_among_saves_of_a_known_structure_leaves_the_others_right(
     found: list[Found],
 ) -> None:
-    """What ranks remember of each other stays true when a save is given up before its end."""
+    """Ranks' knowledge of each other stays true when a save is given up before its end."""
     for facts in found:
         said = facts["failure_in_the_steady_state"]
         assert said["failed"] == [1]
@@ -428,7 +428,7 @@ def test_a_checkpoint_with_plans_in_it_is_an_ordinary_one(tmp_path: Path) -> Non
 
 
 def test_plans_are_kept_though_a_planner_does_not_flatten(tmp_path: Path) -> None:
-    """As Megatron's: there is no planner data to put them in, and they are read all the same."""
+    """Plans are stored and read without planner data to hold them, as in Megatron's saves."""
     state = {"a": torch.ones(4), "b": torch.zeros(2)}
     cache = CheckpointMetadataCache()
     for number in range(3):

@@ -118,7 +118,7 @@ def test_another_writer_gets_whole_plans(found: list[Any]) -> None:
 
 @on_ranks("plans_by_name:with_users_writers")
 def test_a_users_writer_may_change_and_copy_plans(found: list[Any]) -> None:
-    """Those of ranks before they are sent, and the global one."""
+    """Whether a user's writer reorders or copies plans, its items are those of stock's planner."""
     for each in found:
         assert len(each) == 4
         assert list(each.values()) == [[True, True]] * 4, each
@@ -171,7 +171,7 @@ def test_returned_metadata_can_be_copied_compared_and_pickled(found: list[Any]) 
 
 @on_ranks("plans_by_name:groups_come_and_go")
 def test_process_groups_come_and_go(found: list[Any]) -> None:
-    """What is known goes with them."""
+    """A save in a new process group uses nothing known of a destroyed one, and is right."""
     assert found == [[True] * 8] * 2
 
 
@@ -224,7 +224,7 @@ def _refuse(*_: Any) -> None:
 
 
 def test_a_writer_that_is_used_twice_follows_each_planner(tmp_path: Path) -> None:
-    """What it knows of the first save is not used for the second one."""
+    """A writer's named plan is never used for the next save, whose planner may be another one."""
     writer = nostall.FileSystemWriterAsync(tmp_path)
     for planner in (nostall.SavePlanner(), nostall.SavePlanner(), dcp.DefaultSavePlanner()):
         state = {"w": torch.ones(3)}
@@ -237,7 +237,7 @@ def test_a_writer_that_is_used_twice_follows_each_planner(tmp_path: Path) -> Non
 def test_what_a_file_format_cannot_have_is_refused_though_the_structure_is_known(
     tmp_path: Path,
 ) -> None:
-    """The same error as of a first save."""
+    """A save of a known structure raises the error of a first save, and commits nothing."""
     state = small_state()
     for number in range(2):
         _save(tmp_path / f"{number}", state, nostall.SavePlanner(), {})
@@ -265,7 +265,7 @@ class _Halved(nostall.SavePlanner):
 
 
 def test_a_subclass_plans_every_save(tmp_path: Path) -> None:
-    """What it changes may depend on more than the structure."""
+    """Its plan may depend on more than the structure, so every save calls its planning methods."""
     for number in range(3):
         with plannings() as made:
             _save(tmp_path / f"{number}", {"w": torch.full((3,), 4.0)}, _Halved(), {})

@@ -90,7 +90,7 @@ def set_at(state: State, path: str, value: Any) -> State:
 
 
 def test_the_same_structure_with_other_values_is_found_anew() -> None:
-    """What is found is what the planner would resolve: new tensors and objects, never old ones."""
+    """A known structure finds the new tensors and objects that the planner would, no old ones."""
     structure = known(example())
     assert structure is not None
     other = example()
@@ -164,7 +164,7 @@ def test_another_structure_is_not_taken_for_the_known_one(change: Callable[[Stat
 
 
 def test_tensors_inside_of_a_transform_are_not_taken_for_the_known_ones() -> None:
-    """Those of vmap look like others but for their storage, which is not there."""
+    """A tensor inside ``vmap`` looks like a plain one but has no storage; it is not recognised."""
     structure = known(example())
     assert structure is not None
     tried = []
@@ -279,7 +279,7 @@ def test_saves_of_a_known_structure_equal_stock_saves(tmp_path: Path) -> None:
 
 
 def published(**names: str) -> Publication:
-    """Of a few items, each in the file of that name."""
+    """A publication of a few items, each in the file of that name."""
     entries: dict[str, Any] = {item: BytesStorageMetadata() for item in names}
     places = {MetadataIndex(item): _torch.StorageInfo(name, 0, 5) for item, name in names.items()}
     return publication_of(Metadata(state_dict_metadata=entries, storage_data=places))

@@ -214,7 +214,7 @@ def loads_convert_to_the_form_of_their_targets(out: Path, device: str) -> None:
 
 
 def loads_of_shards_take_their_slices(out: Path, device: str) -> None:
-    """What one of four ranks has of a matrix, by rows and by columns, also of another dtype."""
+    """One of four ranks loads its rows or columns of a matrix, also into another dtype."""
     generator = torch.Generator().manual_seed(2)
     saved = torch.randn(640, 1200, generator=generator)
     by_stock(out, {"matrix": saved.to(device)})
@@ -276,7 +276,7 @@ def snapshot_memory_is_pinned(out: Path, device: str) -> None:
 
 
 def memory_that_cannot_be_pinned_is_no_kernels_fault(out: Path, device: str) -> None:
-    """What CUDA refuses is forgotten by the time the next kernel is launched."""
+    """CUDA's refusal to pin memory does not surface when the next kernel is launched."""
     torch.ones(3, device=device)  # CUDA is in use, or nothing is pinned
     refused = False
     try:

@@ -1,4 +1,4 @@
-"""What adapters share, on ranks."""
+"""Scenarios, on ranks, for the parts that adapters share."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def commit_directory(
     step: int,
     during: Callable[[Path], None] | None = None,
 ) -> None:
-    """As :func:`save_directory`; returns when the checkpoint has its name, by polling.
+    """Save like :func:`save_directory`; return when the checkpoint has its name, by polling.
 
     No wait of the queue, with its deadline for files, is involved.
     """
@@ -162,7 +162,7 @@ def troubled_directories(out: Path, what: str) -> dict[str, Any]:
 
 
 def _failure_of(save: Callable[[], None]) -> dict[str, Any]:
-    """Of which rank a save has told an error, and that error."""
+    """The error that a save raises, with its rank, phase and path; empty if it raises none."""
     try:
         save()
     except NostallError as error:

@@ -1,4 +1,4 @@
-"""The same faults for nostall's writer and for stock's, and what is left of the checkpoint.
+"""Identical faults for nostall's writer and for stock's, and what is left of the checkpoint.
 
 No function of either is replaced: files meet a size limit, a rank runs out of descriptors,
 processes are killed with SIGKILL at events of the interpreter's audit log. What was committed
@@ -55,7 +55,7 @@ def two_tensors(seed: int) -> State:
 
 
 def found_in(path: Path, template: State) -> str:
-    """What a resume with stock's ``dcp.load`` gets: one save, a mixture, an error, or nothing."""
+    """Result of a resume with stock's ``dcp.load``: one save, a mixture, an error, or nothing."""
     if not (path / ".metadata").exists():
         return "none"
     try:
@@ -71,7 +71,7 @@ def found_in(path: Path, template: State) -> str:
 
 
 def aftermath(path: Path, ended: str, template: State) -> Aftermath:
-    """What is left after a save."""
+    """How a save ended, the checkpoint found after it, and files that no metadata names."""
     dead: list[str] = []
     found = found_in(path, template)
     if found != "none":

@@ -29,7 +29,7 @@ from support.states import blobs, read_metadata
 
 ROWS = [((0, 0, 5),), ((5, 0, 3),)]
 EVEN = [((0, 0, 4),), ((4, 0, 4),)]
-"""Those of a DTensor whose local tensor says nothing."""
+"""Rows of a DTensor whose local tensor describes nothing."""
 
 
 def _state() -> dict[str, Any]:

@@ -143,14 +143,14 @@ class Job:
         return nostall.is_complete(path) and nostall.verify(path).ok
 
     def values(self, name: str) -> list[float]:
-        """What ranks have saved in a directory."""
+        """The value that each rank saved in a directory."""
         state = {f"rank{rank}": torch.zeros(1000) for rank in range(2)}
         nostall.load(state, self.out / name)
         assert all(bool((each == each[0]).all()) for each in state.values())
         return [float(each[0]) for each in state.values()]
 
     def files(self, number: int) -> list[str]:
-        """What is in a save's directory."""
+        """Names of the files in a save's directory."""
         return sorted(os.listdir(self.out / f"{number}"))
 
 
@@ -591,7 +591,7 @@ def starts_again(out: Path, *places: str) -> list[list[float]]:
 
 
 def with_functions_on_one_rank(out: Path) -> dict[str, Any]:
-    """As where rank 0 keeps a file that names the newest checkpoint."""
+    """Only rank 0 has a finalize function, such as one that records the newest checkpoint."""
     job, ran = Job(out), []
     for _ in range(2):
         job.save(after=[lambda: ran.append(1)] if dist.get_rank() == 0 else [])
@@ -611,7 +611,7 @@ def in_groups_of_one(out: Path) -> dict[str, Any]:
 
 
 def one_of_the_groups_fails(out: Path) -> dict[str, Any]:
-    """As above; the request fails on all ranks, so nothing of it is committed."""
+    """Rank 1 fails in its group of one; the request fails on all ranks, and commits nothing."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     job, is_raised = Job(out / f"of {dist.get_rank()}", groups[dist.get_rank()]), False
     with inject(Fault.errno("chunk", errno.ENOSPC)) if dist.get_rank() == 1 else nullcontext():
@@ -1028,7 +1028,7 @@ def _is_committed(early: EarlyCommit) -> bool:
 
 
 def an_adapters_poll(out: Path) -> list[bool]:
-    """What is written is committed by one poll of an adapter: frameworks look for it then."""
+    """One poll of an adapter commits each written save: frameworks look for it then."""
     saves = Saves(remove_checkpoint)
     found = []
     for number in range(6):

@@ -63,7 +63,7 @@ def ends(out: Path, how: str, fault: str = "") -> None:
 
 
 def ends_on_ranks(out: Path, how: str) -> None:
-    """As ``ends``, on two ranks, with the process group destroyed before, or one rank gone."""
+    """Schedule a save on two ranks and let the script end, or let rank 1 exit at once."""
     nostall.configure(EngineOptions(exit_timeout_s=2.0))
     queue = AsyncCallsQueue()
     schedule(queue, out / "first", {f"rank{dist.get_rank()}": torch.ones(1000)})

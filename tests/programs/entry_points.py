@@ -114,7 +114,7 @@ def differing(one: State, other: State) -> list[str]:
 
 
 def loaded_wrong(path: Path, expected: State, template: State, **options: Any) -> list[str]:
-    """What stock ``dcp.load`` finds different. Collective; ``template`` is overwritten."""
+    """Names that stock ``dcp.load`` loads wrong. Collective; ``template`` is overwritten."""
     spoil(template)
     dcp.load(template, checkpoint_id=path, **options)
     return differing(expected, template)
@@ -201,7 +201,7 @@ ALONE: dict[str, Callable[[Path, State], None]] = {
         execute_sync,
     )
 }
-"""Those that need no process group."""
+"""Ways to save that need no process group."""
 ROUTES = {**ALONE, "async_save_in_process": async_save_in_process}
 
 

@@ -181,7 +181,7 @@ class Scene:
         dist.barrier()
 
     def look(self) -> None:
-        """What is on disk after the failure."""
+        """Report the content of the directory after the failure."""
         dist.barrier()
         if self._overwritten:
             self.report["previous loads"] = loads_as(self.path, rank_state(seed=1))

@@ -71,7 +71,7 @@ HAPPENS = {"call": calls, "lock": takes_a_lock}
 
 
 def held() -> list[str]:
-    """What interrupted saves still hold, but for what the next save would collect."""
+    """Resources held by interrupted saves, without those that the next save would collect."""
     gc.collect()
     arena = default_engine().arena
     names = [thread.name for thread in threading.enumerate()]

@@ -166,7 +166,7 @@ def _error_of(call: Callable[[], Any]) -> str:
 
 
 def failing(out: Path) -> Facts:
-    """What fails on rank 1 is an error on both, and the next save succeeds."""
+    """Make rank 1 fail on several occasions, and save in between; the errors on this rank."""
     rank = dist.get_rank()
     state: Facts = {f"of {rank}": torch.full((9,), float(rank))}
     broken: Facts = {**state, "object": _Broken()} if rank == 1 else state
@@ -290,7 +290,7 @@ def own_keys(out: Path) -> Facts:
 
 
 def on_more_ranks(out: Path) -> Facts:
-    """What rank 0 has saved alone, restored on both."""
+    """Restore on both ranks a checkpoint that rank 0 has saved alone."""
     rank = dist.get_rank()
     alone = dist.new_group([0])
     if rank == 0:

@@ -74,7 +74,7 @@ class Megatron:
         )
 
     def wrong(self, path: Path, seed: int) -> list[str]:
-        """What differs from the state of ``seed`` in a checkpoint that Megatron loads."""
+        """Names whose values, as Megatron loads them, differ from the state of ``seed``."""
         loaded = self.checkpointing.load(self.state(0), str(path))
         expected = self.state(seed)
         return [

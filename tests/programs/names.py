@@ -56,7 +56,7 @@ def _save(way: str, path: Path, seed: int) -> bool:
 
 
 def _look(path: Path) -> dict[str, list[str]]:
-    """What is there, and what the checkpoint consists of."""
+    """Names of the files in a directory, and of those that its checkpoint consists of."""
     dist.barrier()
     there = sorted(os.listdir(path))
     names: set[str] = set()

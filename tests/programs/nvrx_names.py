@@ -61,7 +61,7 @@ def error_of_a_save_that_a_monitor_aborts(queue: AsyncCallsQueue, path: Path, st
 
 
 def restarted_in_process(out: Path) -> Facts:
-    """As after a fault: what waited for is aborted, and the same ranks save again."""
+    """Abort a save while it is waited for, like after a fault, and save again on these ranks."""
     queue = AsyncCallsQueue()
     error = error_of_a_save_that_a_monitor_aborts(queue, out / "aborted", _state(1))
     dist.barrier()

@@ -211,7 +211,7 @@ def valid_cache(out: Path) -> CheckpointMetadataCache:
 
 
 def content(metadata: Metadata) -> tuple[Any, Any, Any]:
-    """What a checkpoint's metadata says is in it."""
+    """A checkpoint's entries, indices and mappings, read from its metadata."""
     assert metadata.planner_data is not None
     mappings = {k: v for k, v in metadata.planner_data.items() if not k.startswith("nostall.")}
     return metadata.state_dict_metadata, set(metadata.storage_data), mappings
@@ -389,7 +389,7 @@ MATRIX: dict[str, tuple[Callable[[State], object], Callable[[], DefaultSavePlann
         {},
     ),
 }
-"""What may differ from the save before: the state, the planner, options of the writer."""
+"""Changes since the save before, one each: of the state, the planner, or the writer's options."""
 
 
 def matrix(out: Path) -> Facts:
@@ -565,7 +565,7 @@ def _resume_from_one_rank(out: Path) -> Facts:
 
 
 def reader_after_resume(out: Path) -> Facts:
-    """What the caching reader says of a checkpoint after another was saved with its metadata."""
+    """Fields of a checkpoint's metadata that differ when read anew, after saves reused a copy."""
     save(out / "a", make_state(1), valid_cache(out))
     reader = CachedMetadataFileSystemReader(out / "a")
     before = deepcopy(reader.read_metadata())
@@ -631,7 +631,7 @@ def _average(seed: int) -> State:
 
 
 def dcps_error(text: str) -> BaseException:
-    """What a planner raises that talks to other ranks by DCP's means."""
+    """An error as it comes from a planner that talks to other ranks by DCP's means."""
     return CheckpointException("talk", {1: _torch.wrap_exception(ValueError(text))})
 
 
@@ -758,7 +758,7 @@ class StockCachingPlanner(DefaultSavePlanner):
 
 
 class OtherStockCachingPlanner(StockCachingPlanner):
-    """The same with a cache of its own."""
+    """A subclass with a plan cache of its own, as torch keeps one per class name."""
 
 
 def other_planners(out: Path) -> Facts:
@@ -810,7 +810,7 @@ def another_coordinator(out: Path) -> Facts:
 
 
 def impossible_coordinators(out: Path) -> Facts:
-    """What each rank gets for a coordinator outside the group, and for a group without it."""
+    """Errors of a coordinator that is no rank of the group, and of a group without this rank."""
     group = dist.new_group([1])  # on rank 0 not a group
     facts: Facts = {}
     for name, its_group, coordinator in (

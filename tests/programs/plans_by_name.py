@@ -331,11 +331,11 @@ class Rebuilding(dcp.FileSystemWriter):
 
 
 class ReversingAsync(Reversing, nostall.FileSystemWriterAsync):
-    """The same, and nostall's."""
+    """nostall's writer, which writes items in another order."""
 
 
 class RebuildingAsync(Rebuilding, nostall.FileSystemWriterAsync):
-    """The same, and nostall's."""
+    """nostall's writer, which makes plans of its own of those that it gets."""
 
 
 def with_users_writers(out: Path) -> dict[str, list[bool]]:
@@ -451,7 +451,7 @@ def through_a_tier(out: Path) -> list[bool]:
 
 
 def returned(out: Path) -> dict[str, Any]:
-    """What ranks can do with the metadata that nobody has looked at."""
+    """Whether metadata that nobody has looked at can be copied, pickled, compared and printed."""
     state = make_state(1)
     first, second, third = (save(out / f"{number}", state) for number in range(3))
     on_disk = [read_metadata(out / f"{number}") for number in range(3)]

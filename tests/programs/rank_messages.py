@@ -94,7 +94,7 @@ def ranks_without_numpy_save(out: Path) -> dict[str, Any]:
 
 
 def messages_of_all_lengths_arrive(out: Path) -> dict[str, Any]:
-    """What arrives, and in how many collectives, if one rank's message is longer or none is.
+    """Messages that arrive wrong, and collectives used, if one rank's message is longer or none is.
 
     In a group of two of three ranks, too.
     """

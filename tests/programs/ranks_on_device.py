@@ -43,7 +43,7 @@ def state_of(version: int, device: str, mesh: DeviceMesh, *, blank: bool = False
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor."""
+    """This rank's part of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value
 
 
@@ -54,7 +54,7 @@ def advance(state: State) -> None:
 
 
 def wrongly_loaded(path: Path, version: int, device: str, mesh: DeviceMesh) -> list[str]:
-    """What differs from a version after loads by stock and by nostall, together and alone."""
+    """Tensors that differ from a version, by load: stock's, and nostall's together and alone."""
     expected = state_of(version, device, mesh)
     wrong = []
     for load in ("stock", "reader", "load", "load once"):

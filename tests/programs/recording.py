@@ -23,7 +23,7 @@ LENGTH = 3000
 
 
 def share_of(rank: int, seed: int) -> dict[str, Any]:
-    """What one rank has."""
+    """The state that one rank saves."""
     return {f"of rank {rank}": torch.full((LENGTH,), float(seed)), "epoch": seed}
 
 

@@ -52,7 +52,7 @@ def saves_again_and_again(out: Path, *structures: str) -> None:
 
 
 def _open_in(pid: int) -> list[str]:
-    """What the descriptors of a process lead to."""
+    """Targets of a process's open descriptors."""
     links = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile

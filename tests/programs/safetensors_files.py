@@ -33,7 +33,7 @@ FORM = SerializationFormat.SAFETENSORS
 
 
 def whole() -> State:
-    """The same on all ranks."""
+    """The unsharded state, equal on all ranks."""
     torch.manual_seed(1)
     return {
         "rows": torch.randn(301, 700),
@@ -86,7 +86,7 @@ WAYS: dict[str, Callable[[Path, State], None]] = {
 
 
 def everything(out: Path) -> list[str]:
-    """What was wrong on this rank."""
+    """Run every check, and list the failures on this rank."""
     state, wrong = whole(), []
     stock = HuggingFaceStorageWriter(str(out / "stock"), save_distributed=True)
     dcp.save(sharded(state, 0), storage_writer=stock)

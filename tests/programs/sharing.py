@@ -223,7 +223,7 @@ def every_second(out: Path, group: dist.ProcessGroup) -> Facts:
 
 
 def error_of(call: Callable[[], Any]) -> Facts:
-    """What a call raises, of which ranks, and after how long."""
+    """A call's failures by rank, and its duration in seconds."""
     began_s = time.monotonic()
     failures: Facts = {}
     try:

@@ -21,7 +21,7 @@ from support.states import blobs
 
 
 def a_torch_that_lacks_the_rest_saves_the_same(out: Path) -> dict[str, list[str]]:
-    """What two saves in each of three ways leave that stock's do not. Collective."""
+    """Differences from stock, by path, after two saves in each of three ways. Collective."""
     _torch._foreach_copy = None
     _torch._get_default_store = None
     _torch.without_modes = nullcontext

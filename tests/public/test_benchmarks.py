@@ -203,7 +203,7 @@ def test_real_ranks_exchange_what_simulated_ones_do(tmp_path: Path, ranks: int) 
 
 
 def test_the_steady_state_does_not_depend_on_items() -> None:
-    """Of messages; stock's and NVRx's grow with them."""
+    """nostall's later messages do not grow with the number of items; stock's and NVRx's do."""
     few, many = simulated(16, 50), simulated(16, 400)
     for name, row in few.items():
         growth = many[name]["samples"]["up_nbytes"][0] / row["samples"]["up_nbytes"][0]

@@ -72,7 +72,7 @@ def test_a_run_without_progress_is_stopped_and_what_it_printed_is_shown(
 
 @pytest.mark.slow
 def test_a_machine_without_time_measures_one_round_of_a_smaller_state(tmp_path: Path) -> None:
-    """What is measured shrinks instead of failing."""
+    """Without time, the measurement shrinks instead of failing."""
     size = ("--width", "512", "--rounds", "3", "--seconds", "0")
     torchrun = ("-m", "support.torchrun", "--standalone", "--nproc-per-node", "2")
     measure = (str(EXAMPLES / "train.py"), "--measure", "--out", str(tmp_path / "saves"))

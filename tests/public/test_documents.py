@@ -1,4 +1,4 @@
-"""What the documents say is what the code does."""
+"""Documentation agrees with the code: its programs run, and the names in it exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WARNINGS = (
     "error,ignore:torch.distributed is disabled,ignore:TypedStorage is deprecated"
     ",ignore:Guards may run slower on Python 3.13.0"
 )
-"""What torch says on a single rank, in torch 2.9, and where it compiles on Python 3.13.0."""
+"""Filters for torch's warnings: on a single rank, in 2.9, and compiling on Python 3.13.0."""
 RUNNER = ROOT / "tests" / "support" / "page_main.py"
 KILLED_IN_STEP_90 = """
 import os, signal, sys, warnings

@@ -77,7 +77,7 @@ def test_one_process_saves_without_collectives(tmp_path: Path) -> None:
 def saved_by_ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, list[Any]]:
-    """What ``entry_points.everything`` found on each rank, and where it saved."""
+    """The directory to which ``entry_points.everything`` saved, and its findings on each rank."""
     out = tmp_path_factory.mktemp("ranks")
     return out, run_ranks(request.param, "entry_points:everything", out)
 
@@ -133,7 +133,7 @@ def test_a_sharded_model_comes_back_on_as_many_ranks(
 
 
 def test_a_sharded_model_comes_back_on_one_process(saved_by_ranks: tuple[Path, list[Any]]) -> None:
-    """What ranks saved of a sharded model loads into whole tensors of one lone process."""
+    """A sharded model that ranks saved loads into the whole tensors of a lone process."""
     whole = torch.load(saved_by_ranks[0] / "whole.pt")
     template = torch.load(saved_by_ranks[0] / "whole.pt")
     assert len(whole["optimizer"]["state"]) == 4
@@ -407,7 +407,7 @@ def test_what_is_staged_is_a_private_copy(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_that_could_not_be_taken_fails_one_save_only(tmp_path: Path) -> None:
-    """Of several ranks the save fails, not the call; the writer's next save is not affected."""
+    """With several ranks the save fails, not the call; the writer's next save is not affected."""
     writer, path = FileSystemWriterAsync(tmp_path), tmp_path
     no_memory = errors.ReservationError("no memory today", nbytes=1)
     with (

@@ -248,7 +248,7 @@ def test_files_that_were_exchanged_are_both_named(tmp_path: Path) -> None:
 
 
 def test_metadata_of_another_save_is_found(tmp_path: Path) -> None:
-    """Of the same structure, so that only the values differ."""
+    """The metadata of a save of an equal structure with other values makes the shard damaged."""
     for number in range(2):
         by_queue(tmp_path / f"{number}", state_of(number))
     shutil.copy(tmp_path / "0" / ".metadata", tmp_path / "1" / ".metadata")
@@ -382,7 +382,7 @@ def test_an_item_without_a_place_is_damage(tmp_path: Path, way: Way) -> None:
 
 
 def poisoned(metadata: bytes, target: type, name: str) -> bytes:
-    """The same pickle, which sets an attribute of a class before."""
+    """Pickled metadata that first sets an attribute of a class."""
     build = (
         pickle.GLOBAL
         + f"{target.__module__}\n{target.__qualname__}\n".encode()
@@ -432,7 +432,7 @@ class PlannerOfTexts(DefaultSavePlanner):
     """Writes objects as JSON, as planners of frameworks may."""
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """As it says."""
+        """Resolve objects to JSON texts, and tensors like stock."""
         if write_item.type != WriteItemType.BYTE_IO:
             return super().resolve_data(write_item)
         return io.BytesIO(json.dumps(self.state_dict[write_item.index.fqn]).encode())
@@ -462,7 +462,7 @@ class PlannerOfOwn(DefaultSavePlanner):
     """Puts an unknown class into the metadata."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As it says."""
+        """Plan like stock, and put an enum member into the planner data."""
         plans, metadata = super().create_global_plan(all_plans)
         metadata.planner_data = {"mode": Mode.FAST, "names": {"a", "b"}}
         return plans, metadata

@@ -98,7 +98,7 @@ def test_the_limits_of_options_are_possible() -> None:
 def test_ranks_on_one_host_share_the_writing_threads(
     monkeypatch: pytest.MonkeyPatch, ranks: int, threads: int
 ) -> None:
-    """As many as one rank alone has, up to 32 on the host; the user's own number stands."""
+    """A rank gets up to 12 threads, a host's ranks up to 32 in total; a user's number stands."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert Engine(EngineOptions()).io_threads == threads
     assert Engine(EngineOptions(io_threads=5)).io_threads == 5

@@ -39,7 +39,7 @@ def test_a_checkpoint_is_removed_with_its_directory(
 
 @pytest.mark.parametrize("gone", [[".metadata"], [".metadata", "__0_0.distcp"], ["__0_1.distcp"]])
 def test_what_is_left_of_a_checkpoint_is_removed(tmp_path: Path, gone: list[str]) -> None:
-    """Of one whose removal was interrupted, or one that is damaged or was never finished."""
+    """The rest of an interrupted removal, or of a damaged or unfinished checkpoint, is removed."""
     path = saved(tmp_path / "save")
     for name in gone:
         (path / name).unlink()

@@ -83,7 +83,7 @@ def test_the_trace_shows_trainer_and_writer_on_one_clock(tmp_path: Path) -> None
 
 
 def test_a_synchronous_save_has_statistics_too(tmp_path: Path) -> None:
-    """Of what the writer does in it; planning is stock's."""
+    """``dcp.save`` fills in the writer's times: staging, writing, commit; planning is stock's."""
     writer = FileSystemWriterAsync(tmp_path / "save")
     assert writer.stats is None
     dcp.save(small_state(), storage_writer=writer, no_dist=True)

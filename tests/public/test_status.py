@@ -58,7 +58,7 @@ def only_save() -> SaveStatus:
 
 
 def is_writing(status: SaveStatus) -> bool:
-    """As the writer process tells, a moment after it has begun."""
+    """Whether the writer process has reported that it began to write."""
     return status.state == "writing"
 
 
@@ -221,7 +221,7 @@ def test_a_load_is_followed_from_its_first_read_to_its_end(tmp_path: Path, way: 
 
 
 def test_of_a_slice_only_its_rows_are_to_be_read(tmp_path: Path) -> None:
-    """What is shown as the total is what this load needs, not what the checkpoint has."""
+    """The reported total is the bytes that this load needs, not the checkpoint's size."""
     dcp.save({"t": torch.ones(1000, 1000)}, checkpoint_id=tmp_path, no_dist=True)
     reported: list[tuple[int, int]] = []
     reader = nostall.FileSystemReader(tmp_path, progress=lambda *each: reported.append(each))

@@ -1,4 +1,4 @@
-"""What type checkers see is what can be called; ``typed_usage.py`` shows how."""
+"""Type checkers see the signatures that can be called; ``typed_usage.py`` shows how."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
-    """What a module defines, as a name, an attribute of its own classes, or a module."""
+    """Names that a module defines: functions, classes, variables, and attributes of ``self``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name

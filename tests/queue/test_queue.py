@@ -72,7 +72,7 @@ def request(*finalize: Callable[[], Any]) -> AsyncRequest:
 
 
 def names(path: Path) -> list[str]:
-    """What is in a directory that need not be there."""
+    """Names in a directory; none if it does not exist."""
     return sorted(p.name for p in path.iterdir()) if path.exists() else []
 
 
@@ -80,7 +80,7 @@ def names(path: Path) -> list[str]:
 
 
 def test_a_group_of_one_rank_does_not_communicate(tmp_path: Path) -> None:
-    """As torchrun makes it on one device: polls cost nothing, and no backend is asked."""
+    """A group of one, which torchrun makes on one device, calls no collective in a save or poll."""
     collectives = ("all_reduce", "all_gather", "broadcast", "gather", "scatter")
     refused = {name: Mock(side_effect=AssertionError(name)) for name in collectives}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -100,7 +100,7 @@ def test_a_group_of_one_rank_does_not_communicate(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
-    """What ``queueing.two_ranks`` found on each rank."""
+    """The findings of ``queueing.two_ranks`` on each rank."""
     return run_ranks(2, "queueing:two_ranks", tmp_path_factory.mktemp("queue"))
 
 
@@ -529,9 +529,9 @@ def test_an_error_in_the_block_ends_the_process_of_each_call() -> None:
 def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
     error: type[Exception], tmp_path: Path
 ) -> None:
-    """What is not written in ``exit_timeout_s`` is given up; what was written is committed.
+    """Saves not written within ``exit_timeout_s`` are given up; written saves are committed.
 
-    It is given up at once if a deadline has passed already.
+    They are given up at once if a deadline has passed already.
     """
     nostall.configure(EngineOptions(exit_timeout_s=0.5 if error is KeyError else 60.0))
     queue = AsyncCallsQueue()
@@ -689,7 +689,7 @@ def test_a_late_answer_is_not_taken_for_another_saves(tmp_path: Path) -> None:
 
 
 def test_abort_all_aborts_every_queue(tmp_path: Path) -> None:
-    """What every live queue has scheduled is given up, and each can be used again."""
+    """Requests of every live queue are given up, and each queue can be used again."""
     finalized: list[str] = []
     queues = [AsyncCallsQueue(), AsyncCallsQueue(persistent=False)]
     for number, queue in enumerate(queues):
@@ -751,7 +751,7 @@ def test_a_wait_that_another_thread_aborts_says_so(
 
 
 def archive(value: Any, **options: Any) -> bytes:
-    """What ``torch.save`` writes."""
+    """The bytes that ``torch.save`` writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()
@@ -1171,7 +1171,7 @@ def test_what_a_caller_does_to_metadata_stays_with_it(
 
 
 def test_metadata_of_few_checkpoints_is_kept(tmp_path: Path) -> None:
-    """Of the four that were read last."""
+    """The cache holds the metadata of the four checkpoints that were read last."""
     readers = []
     for number in range(5):
         path = tmp_path / str(number)
@@ -1216,7 +1216,7 @@ def test_a_reader_that_does_not_cache_reads_each_time(
 
 
 def _index(reader: CachedMetadataFileSystemReader) -> Metadata:
-    """What is kept: all readers of one checkpoint have the same object."""
+    """Shared metadata: one object for all readers of a checkpoint while it is cached."""
     return reader.shared_metadata()
 
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other arrives, in two collectives each."""
+"""Messages between ranks arrive intact, in two collectives each."""
 
 from __future__ import annotations
 

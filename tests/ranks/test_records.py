@@ -17,7 +17,7 @@ SERIES = 7
 
 @pytest.fixture(name="records")
 def _records() -> Iterator[Callable[..., Records]]:
-    """Those of a rank, of three, about a save."""
+    """A function that makes the records of one of three ranks about a save."""
     store = dist.HashStore()
 
     def of(number: int, rank: int = 0) -> Records:
