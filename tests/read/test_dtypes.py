@@ -51,7 +51,7 @@ def values_of(dtype: torch.dtype, count: int) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """What a tensor holds."""
+    """The values of a tensor as bytes, whatever its dtype and layout."""
     if isinstance(tensor, TwoTensor):
         return bits(tensor.a) + bits(tensor.b)
     tensor = tensor.detach()

@@ -273,7 +273,7 @@ def test_any_slice_is_what_stock_reads(
     dtype: torch.dtype,
     verify: Verify,
 ) -> None:
-    """Of small and large stored tensors, into targets of the slice's shape."""
+    """Random slices of small and large stored tensors get the values that stock's reader gives."""
     path = tmp_path_factory.mktemp("slices")
     size = (shape[0] * scale, *shape[1:])
     save(path, {"x": tensor_of(dtype, size)})
@@ -299,7 +299,7 @@ def test_any_slice_is_what_stock_reads(
 
 
 def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:
-    """As two ranks with half of the rows each have saved them."""
+    """Halves of rows, saved by two ranks, load as whole tensors."""
     state = {"x": tensor_of(torch.float32, (900, 700)), "y": tensor_of(torch.int32, (9, 4))}
     save_in_halves(tmp_path, state)
     loaded = empty_like(state)
@@ -315,7 +315,7 @@ def test_plain_tensors_are_not_loaded_by_torch(
     kind: type[nostall.FileSystemReader],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of any dtype: its loader would make every item slow."""
+    """No dtype needs ``torch.load``, which would make every item slow."""
     state = {"x": tensor_of(dtype, (3, 5)), "y": tensor_of(dtype, (600, 1000))}
     save(tmp_path, state)
 
@@ -645,7 +645,7 @@ def test_planners_may_use_one_buffer_for_all_tensors(tmp_path: Path, count: int)
 
 @pytest.mark.parametrize("count", [3, 100_000], ids=["small", "large"])
 def test_conjugate_targets(tmp_path: Path, count: int) -> None:
-    """As stock fills them."""
+    """A target with the conjugate bit receives the saved values."""
     state = {"x": torch.randn(count, dtype=torch.complex64), "y": torch.randn(3)}
     save(tmp_path, state)
     loaded = {"x": torch.zeros(count, dtype=torch.complex64).conj(), "y": torch.zeros(3)}

@@ -111,7 +111,7 @@ def test_the_error_says_what_was_refused(tmp_path: Path, name: str, what: str) -
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("way", ["nostall.load", "dcp.load"])
 def test_a_hostile_tensor_is_refused(tmp_path: Path, name: str, way: str) -> None:
-    """Of an item that has to be a tensor nothing is run, either."""
+    """A hostile pickle in place of a tensor runs nothing, and its error is a documented one."""
     ran = tmp_path / "ran"
     forged({"x": torch.ones(3)}, "x", HOSTILE[name](ran), tmp_path)
     loads: dict[str, Callable[[dict[str, Any]], object]] = {
@@ -189,7 +189,7 @@ class Listed(Point):
 
 @pytest.mark.parametrize("cls", [Point, Slotted, Listed])
 def test_allowed_classes_are_loaded(cls: type[Point]) -> None:
-    """Those that the program has allowed, with state of every form; before that, none."""
+    """A class loads, with state of every form, only once the program has allowed it."""
     out = io.BytesIO()
     torch.save([cls((1, 2)), {(1, "a"): cls("text")}], out)
     with pytest.raises(pickle.UnpicklingError, match=cls.__name__):

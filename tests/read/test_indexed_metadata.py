@@ -1,4 +1,4 @@
-"""What readers give of a checkpoint with an index: metadata that is unpickled when needed."""
+"""Readers unpickle the metadata of a checkpoint with an index only when it is needed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def broken(checkpoint: Path) -> Path:
-    """The same with a pickle that cannot be read."""
+    """A checkpoint with an index, whose pickle cannot be read."""
     file = checkpoint / ".metadata"
     content = file.read_bytes()
     end = content.index(b"\n#nostall-index")

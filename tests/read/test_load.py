@@ -368,7 +368,7 @@ def test_errors_are_typed_and_name_the_place(tmp_path: Path) -> None:
 
 
 def test_a_link_with_dots_behind_it_is_followed_first(tmp_path: Path) -> None:
-    """As the system does: ``..`` is above what the link leads to."""
+    """``link/..`` is the parent of the link's target, like in the operating system."""
     for step, parent in ((1, tmp_path / "elsewhere"), (2, tmp_path)):
         writer = nostall.FileSystemWriterAsync(parent / "step")
         dcp.save({"step": step}, storage_writer=writer, no_dist=True)
@@ -414,7 +414,7 @@ def test_a_checkpoint_that_a_rank_saved_alone_is_loaded(tmp_path: Path) -> None:
 
 
 def test_parts_of_several_ranks_are_put_together(tmp_path: Path) -> None:
-    """What two ranks have saved in halves is loaded whole."""
+    """Halves of a tensor, saved by two ranks, load as one tensor."""
     whole = torch.randn(64, 3)
     save_in_halves(tmp_path, {"x": whole})
     state = {"x": torch.zeros(64, 3)}
@@ -458,7 +458,7 @@ def test_a_tensor_without_memory_is_named(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_numbers_are_those_of_the_state(tmp_path: Path) -> None:
-    """As in the state of an optimizer."""
+    """Integer keys, such as an optimizer's, stay integers, and their values are loaded."""
     save(tmp_path, {"opt": {0: {"step": 5, "x": torch.ones(2)}}, "3": 7})
     state: dict[Any, Any] = {"opt": {0: {"step": 0, "x": torch.zeros(2)}}, 3: 0}
     nostall.load(state, tmp_path)
@@ -533,7 +533,7 @@ SWAPPED = ((4, 0, 4), (0, 4, 4))
 def test_a_class_that_describes_itself_is_asked_where_values_go(
     tmp_path: Path, chunks: str
 ) -> None:
-    """As by ``dcp.load``, also where the checkpoint has the tensor in one piece."""
+    """Both loads ask the target's class, even if the tensor is stored in one piece."""
     save(tmp_path, {"t": whole() if chunks == "one" else part(((0, 0, 5), (5, 5, 3)))})
     for load in (
         nostall.load,

@@ -75,7 +75,7 @@ class Watching(DefaultLoadPlanner):
 
 @pytest.mark.parametrize("verify", ["none", "crc"])
 def test_the_planner_gets_the_values(tmp_path: Path, fake: FakeAccelerator, verify: Verify) -> None:
-    """What it enqueues when a tensor is committed sees them; so does all that follows."""
+    """Work that a planner enqueues on a commit sees the values, and so does all later work."""
     state, planner = save(tmp_path), Watching()
     targets = blank(fake, state)
     reader = nostall.FileSystemReader(tmp_path, verify=verify)
@@ -145,7 +145,7 @@ def test_values_are_converted_on_the_cpu_if_the_device_is_full(tmp_path: Path) -
 
 
 def test_devices_without_a_module_are_copied_to(tmp_path: Path) -> None:
-    """As before: torch has none for some types, which is no reason to fail."""
+    """A device type without a torch module is filled by plain copies, without pinned memory."""
     state = save(tmp_path)
     with FakeAccelerator(has_module=False) as fake:
         targets = blank(fake, state)

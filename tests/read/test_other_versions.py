@@ -119,7 +119,7 @@ def test_parts_of_two_ranks_are_put_together(path: Path, verify: Verify) -> None
 
 
 def test_checkpoints_of_three_versions_were_looked_at() -> None:
-    """Of two writers each; a directory that is not found would be no test."""
+    """Six directories are found, of two writers each; without them nothing would be tested."""
     assert len(MADE) == len(SHARDED) == 6
 
 

@@ -1,4 +1,4 @@
-"""What ranks have saved in parts is loaded in other parts, bit by bit, by whichever reader.
+"""Resharding: tensors saved in parts load in other parts, bit by bit, by whichever reader.
 
 Ranks are played one after the other: each has a planner whose tensors are some blocks of the whole,
 as DTensor and FSDP have them, and one writer or reader of its own. The program
@@ -190,7 +190,7 @@ class Loading(DefaultLoadPlanner):
 
 
 def common_parts(name: str, mine: Block, stored: Sequence[Block]) -> list[ReadItem]:
-    """What a block has in common with each stored one."""
+    """Read items for the overlaps of a block with the stored ones."""
     items = []
     for number, chunk in enumerate(stored):
         begins = list(map(max, mine.offsets, chunk.offsets))
@@ -237,7 +237,7 @@ def lists_of(elements: st.SearchStrategy[int], length: int) -> st.SearchStrategy
 
 @st.composite
 def tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
-    """Of up to three dimensions, contiguous or not, different in every element where possible."""
+    """Tensors of up to three dimensions, contiguous or not, of distinct elements if possible."""
     found = {}
     for number in range(draw(st.integers(1, 3))):
         # Hypothesis prefers short lists and small numbers, of which there is little to cut.
@@ -315,7 +315,7 @@ def test_any_sharding_is_loaded_in_any_other(
 @pytest.mark.parametrize("verify", ["none", "crc"])
 @pytest.mark.parametrize("dimension", [0, 1])
 def test_parts_of_a_large_tensor_are_loaded(tmp_path: Path, dimension: int, verify: Verify) -> None:
-    """Of one rank's megabytes, four ranks load their rows or columns."""
+    """Four ranks load their rows or columns of a large tensor that one rank saved."""
     whole = torch.arange(1200 * 500.0).reshape(1200, 500)
     save(tmp_path, "stock", {"x": whole}, [{"x": [block([0, 0], whole.shape)]}])
     step = whole.shape[dimension] // 4

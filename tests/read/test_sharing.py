@@ -1,4 +1,4 @@
-"""What several ranks need is read once: by whom is planned without I/O, and real ranks do it."""
+"""Bytes that several ranks need are read once: planned without I/O, and by real ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def archives(draw: st.DrawFn) -> list[Span]:
 
 @st.composite
 def wants(draw: st.DrawFn) -> list[dict[Span, int]]:
-    """What each rank reads of which archives: all, a part, or nothing."""
+    """The bytes of each archive that each rank reads: all, a part, or none."""
     there, ranks = draw(archives()), draw(st.integers(1, MOST_RANKS))
     wanted: list[dict[Span, int]] = [{} for _ in range(ranks)]
     for archive in there:
@@ -177,7 +177,7 @@ def test_archives_that_overlap_are_not_shared() -> None:
 
 
 def test_many_ranks_are_planned_in_one_way() -> None:
-    """What each of 256 ranks is told stays small: the spans, not the messages."""
+    """Each of 256 ranks gets a small plan: it names the spans, not the messages."""
     there = {Span("a", at << 20, (at + 1) << 20): 1 << 20 for at in range(1024)}
     planned = share([there] * 256)
     assert planned is not None
@@ -259,7 +259,7 @@ def test_nothing_is_exchanged_once_a_rank_has_failed(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank reports; one start for all scenarios."""
+    """The reports of the ranks, which start once for all scenarios."""
     return run_ranks(request.param, "sharing:everything", tmp_path_factory.mktemp("sharing"))
 
 
@@ -278,7 +278,7 @@ def test_a_replicated_state_is_read_once(found: Found, how: str) -> None:
 
 
 def test_without_a_group_each_rank_reads_all(found: Found) -> None:
-    """As before."""
+    """Without a process group each rank reads everything, and loads the right values."""
     for each in found:
         assert each["replicated"]["alone"]["same"]
         assert each["replicated"]["alone"]["read"] >= 0.95 * each["replicated"]["stored"]

@@ -288,7 +288,7 @@ def test_files_of_other_names_are_committed_early(found: list[Any]) -> None:
 
 @on_ranks("early:after_a_refused_commit")
 def test_a_refused_commit_costs_no_other_save(found: list[Any]) -> None:
-    """Of several in flight."""
+    """Among several saves in flight only the one whose commit is refused fails."""
     assert found == [{"failures": 1, "whole": [False, True, True]}] * 2
 
 
@@ -300,7 +300,7 @@ def test_one_rank_may_wait_while_another_one_polls(found: list[Any]) -> None:
 
 @on_ranks("early:given_up_while_storage_hangs")
 def test_giving_up_does_not_wait_for_storage(found: list[Any]) -> None:
-    """What cannot be prevented may be published later, and is whole then."""
+    """A publication that cannot be stopped may happen later, and the checkpoint is whole then."""
     assert found == [{"whole": True}] * 2
 
 

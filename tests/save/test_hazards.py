@@ -214,7 +214,7 @@ def test_failed_saves_do_not_keep_memory_from_the_next_one(tmp_path: Path) -> No
 
 
 def test_finalize_functions_of_a_failed_synchronous_request_do_not_run(tmp_path: Path) -> None:
-    """What they would announce does not exist."""
+    """A failed request runs no finalize function, which would announce a missing checkpoint."""
     writer = FileSystemWriterAsync(tmp_path / "saved")
     save_state_dict_async_plan(small_state(1), writer)
     save_fn, preload_fn, args = writer.get_save_function_and_args()
@@ -436,7 +436,7 @@ def test_a_module_is_told_from_its_state_dict() -> None:
 
 
 def test_options_take_numbers_of_numpys_and_0_and_1_as_stock_does(tmp_path: Path) -> None:
-    """What a configuration file or an array hands over means what it means to stock."""
+    """NumPy's numbers, and 0 and 1 for booleans, mean what they mean to stock."""
     options = {"thread_count": np.int64(2), "sync_files": np.False_, "overwrite": 1}
     writer = FileSystemWriterAsync(tmp_path / "ours", single_file_per_rank=0, **options)  # type: ignore[arg-type]  # on purpose
     stock = dcp.FileSystemWriter(tmp_path / "stock", single_file_per_rank=0, **options)  # type: ignore[arg-type]  # on purpose

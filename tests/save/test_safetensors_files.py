@@ -98,7 +98,7 @@ def state_of(seed: int = 0) -> State:
 
 
 def archive_as_bytes() -> torch.Tensor:
-    """What a framework stores of an object: it must not be taken for the archive of a tensor."""
+    """A byte tensor that holds an archive, as frameworks store objects: not a saved tensor."""
     buffer = io.BytesIO()
     torch.save(torch.arange(6.0), buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -615,7 +615,7 @@ def test_in_an_object_store(s3: S3Server) -> None:
 
 
 def test_a_killed_writer_process_leaves_no_object(s3: S3Server) -> None:
-    """As those of other shard files."""
+    """A killed writer process leaves no safetensors object in the store."""
     bucket = s3.new_bucket()
     state = {"x": torch.randn(6 << 20)}
     killed = inject(Fault.kill("chunk", signal.SIGKILL, after=1))

@@ -1,4 +1,4 @@
-"""What ranks tell the coordinator survives the way there."""
+"""Messages from ranks to the coordinator arrive intact."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_failure_arrives_as_one() -> None:
 
 
 def test_a_message_that_cannot_be_read_is_an_error_with_its_rank() -> None:
-    """Of a phase after which finalising gathers the messages anew."""
+    """A truncated message is an error of ``collect``, after which finalising gathers anew."""
     whole = RankMessage(
         outcome=ResultsReference(token="0" * 32, files=()),
         written=RankFiles(directory="/d", files=()),

@@ -72,7 +72,7 @@ class Scaled(torch.Tensor):
 
 
 class ElsewhereScaled(Scaled):
-    """As a framework's class, which is recognised by name."""
+    """A wrapper with the name of a framework's class, by which that is recognised."""
 
 
 ElsewhereScaled.__module__ = "transformer_engine.pytorch.tensor.float8_tensor"
@@ -157,7 +157,7 @@ def test_every_kind_is_stored_as_stock_stores_it_whichever_way(tmp_path: Path, s
 
 
 def test_a_wrapper_comes_back_as_it_was(tmp_path: Path) -> None:
-    """What a wrapper holds is loaded by stock into the same wrapper, bit by bit."""
+    """Stock loads the parts of a saved wrapper into such a wrapper, bit by bit."""
     for way, save in WAYS.items():
         save(tmp_path / way, {"item": scaled()})
         target = Scaled(torch.zeros(12, dtype=torch.int8), torch.tensor(0.0))
@@ -172,7 +172,7 @@ def test_a_wrapper_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_quantised_tensor_keeps_its_integers(tmp_path: Path) -> None:
-    """What ``torch.quantize_per_tensor`` made is read with its integers, scale and zero point."""
+    """A tensor of ``torch.quantize_per_tensor`` reads back with integers, scale and zero point."""
     for way, save in WAYS.items():
         save(tmp_path / way, {"item": quantised()})
         (content,) = blobs(tmp_path / way).values()
@@ -220,7 +220,7 @@ def test_classes_of_transformer_engine_are_stored_dequantised(tmp_path: Path) ->
 
 
 def test_a_tensor_on_its_way_is_waited_for(tmp_path: Path) -> None:
-    """What a functional collective hands out is stored as the plain tensor that it becomes."""
+    """The result of a functional collective is stored as the plain tensor that it becomes."""
     save_stock_way(tmp_path / "stock", {"item": torch.arange(6.0)})
     for way, save in WAYS.items():
         save(tmp_path / way, {"item": AsyncCollectiveTensor(torch.arange(6.0))})

@@ -70,7 +70,7 @@ def test_a_loop_that_only_polls_learns_of_a_save_that_does_not_end(held: AsyncCa
 
 
 def test_closing_waits_no_longer_than_its_timeout(held: AsyncCallsQueue, tmp_path: Path) -> None:
-    """What is not done by then is given up, and is not there."""
+    """A close that times out gives unfinished saves up, and they leave no file."""
     with pytest.raises(
         SaveTimeoutError, match=r"1 of 1 requests are not done .* after 0\.1 s"
     ) as late:
@@ -225,7 +225,7 @@ def test_files_that_cannot_be_removed_in_time_are_named(
 
 
 def test_an_interpreter_ends_though_storage_hangs(tmp_path: Path) -> None:
-    """What was left behind does not keep the process."""
+    """A save given up in hanging storage does not keep the process from exiting."""
     program = f"""
 import os, sys, torch, nostall, torch.distributed.checkpoint as dcp
 sys.path.insert(0, {str(TESTS)!r})

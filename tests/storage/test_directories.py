@@ -125,7 +125,7 @@ def test_a_commit_that_is_stuck_is_not_waited_for_for_ever(tmp_path: Path) -> No
 
 
 def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -> None:
-    """What it has put in place of ours is published, and said to be; nothing is removed for it."""
+    """Metadata that another process swapped in is published, with an error; no file is removed."""
     path = tmp_path / "save"
     dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(path), no_dist=True)
     before = {name for name in os.listdir(path) if name.endswith(".distcp")}
@@ -149,7 +149,7 @@ def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -
 
 
 def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) -> None:
-    """Of two processes with one temporary name the faster one fails, and takes nothing away."""
+    """A draft that another process has replaced is an error, and that process's file stays."""
     path = tmp_path / ".metadata.tmp"
 
     class Meeting(RecordingOs):
@@ -304,7 +304,7 @@ def test_names_are_stocks_again_when_a_checkpoint_was_removed(tmp_path: Path) ->
 
 
 def test_metadata_of_another_checkpoint_does_not_get_into_a_warm_cache(tmp_path: Path) -> None:
-    """What is committed names what was written, whatever was loaded in between."""
+    """The next commit names what that save wrote, whatever metadata was put into the cache."""
     queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
     schedule(queue, tmp_path / "other", {"a": torch.ones(3), "b": torch.ones(4)})
     state = {name: torch.full((5,), 7.0) for name in ("a", "b", "c")}

@@ -62,5 +62,5 @@ def test_checkpoints_are_saved_found_and_removed(root: str) -> None:
 
 @pytest.mark.parametrize("check", storage_contract.CHECKS, ids=lambda check: check.__name__)
 def test_the_contract_is_kept(root: str, check: Callable[[Storage], None]) -> None:
-    """What a file system does."""
+    """Each emulated store passes the contract's checks."""
     check(storage_at(f"{root}/step-1"))

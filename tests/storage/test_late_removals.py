@@ -1,4 +1,4 @@
-"""What a save does late, after it was given up, hits no file of another one."""
+"""Late effects of a save that was given up hit no file of another save."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_thread_that_storage_held_up_removes_no_file_of_the_next_save(tmp_path
 
 
 def test_a_save_after_a_failed_one_gets_other_names(tmp_path: Path) -> None:
-    """As removals of the first may still be under way; in another directory, names are stock's."""
+    """Removals of the failed save may be pending, so names change; elsewhere they are stock's."""
     kill = Fault.kill("report", signal.SIGKILL)
     with inject(kill), pytest.raises(CheckpointException) as caught:
         save_in_background(tmp_path / "here", 1)

@@ -16,7 +16,7 @@ from support.ranks import run_script
 
 @pytest.fixture(params=["directory", "s3"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of a checkpoint that does not exist yet."""
+    """A place for a checkpoint that does not exist yet: a directory, or an address in S3."""
     if request.param == "directory":
         return str(tmp_path / "saved")
     server: S3Server = request.getfixturevalue("s3")
@@ -24,7 +24,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def names_at(place: str) -> set[str]:
-    """What is there; nothing if the place does not exist."""
+    """Names of the files at a place; none if it does not exist."""
     return set(storage_at(place).list()) if is_address(place) or os.path.exists(place) else set()
 
 

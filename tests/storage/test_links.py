@@ -56,7 +56,7 @@ def test_a_link_to_a_directory_is_followed(tmp_path: Path, save: Save) -> None:
 def test_the_directory_above_a_link_is_that_above_what_it_leads_to(
     tmp_path: Path, save: Save
 ) -> None:
-    """As for the system, stock and readers; a checkpoint beside the link is another one."""
+    """``link/..`` is the target's parent for saves, readers and removal, as for the system."""
     (tmp_path / "data" / "code").mkdir(parents=True)
     (tmp_path / "project").symlink_to(tmp_path / "data" / "code", target_is_directory=True)
     _sync(tmp_path / "x", 1.0)
@@ -135,7 +135,7 @@ def test_a_relative_path_is_what_it_was_when_the_writer_was_made(
 
 
 def test_metadata_that_is_a_link_is_replaced_by_a_file(tmp_path: Path) -> None:
-    """What it leads to stays what it was."""
+    """A save replaces the link itself; its target keeps its content."""
     _sync(tmp_path / "saved", 1.0)
     (tmp_path / "saved" / ".metadata").rename(tmp_path / "elsewhere")
     before = (tmp_path / "elsewhere").read_bytes()

@@ -114,7 +114,7 @@ def test_a_save_that_fails_beside_a_checkpoint_that_it_does_not_see_leaves_it(
 def test_a_writer_that_is_killed_beside_a_checkpoint_that_it_does_not_see_leaves_it(
     tmp_path: Path, point: str
 ) -> None:
-    """What is cleaned up after it is what it had made."""
+    """The cleanup after a killed writer removes only files that this writer made."""
     by_stock(tmp_path, 1)
     before = names_in(tmp_path)
     with (
@@ -131,7 +131,7 @@ def test_a_writer_that_is_killed_beside_a_checkpoint_that_it_does_not_see_leaves
 def test_a_save_over_a_checkpoint_that_it_does_not_see_replaces_it(
     tmp_path: Path, way: Callable[[Path, int], None]
 ) -> None:
-    """As one that it sees: the metadata names the files as they came to be called."""
+    """The unseen checkpoint is replaced, and the metadata names the files by their final names."""
     by_stock(tmp_path, 1)
     with patch.object(posix, "os", Stale()):
         way(tmp_path, 2)
@@ -142,7 +142,7 @@ def test_a_save_over_a_checkpoint_that_it_does_not_see_replaces_it(
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What ``programs/names.py`` has found on each rank."""
+    """The findings of ``programs/names.py`` on each rank."""
     return run_ranks(2, "names:everything", tmp_path_factory.mktemp("ranks"))
 
 

@@ -92,7 +92,7 @@ def test_a_failure_that_does_not_pass_is_raised_after_the_retries(tmp_path: Path
 
 
 def test_a_save_through_a_ring_is_tried_again_from_its_first_chunk(tmp_path: Path) -> None:
-    """What an attempt that failed has handed from chunk to chunk is not used again."""
+    """A retry reuses nothing that the failed attempt passed from chunk to chunk."""
     state = {f"t{number}": torch.arange(3000.0) for number in range(20)}
     nostall.configure(EngineOptions(chunk_nbytes=4096, io_threads=3))
     with inject(Fault.errno("chunk", errno.EIO, after=17, times=1)):

@@ -76,7 +76,7 @@ def url(bucket: str) -> str:
 
 @pytest.mark.parametrize("check", storage_contract.CHECKS, ids=lambda check: check.__name__)
 def test_s3_keeps_the_contract(s3: S3Server, bucket: str, check: Callable[[Storage], None]) -> None:
-    """What a file system does; and nothing unfinished stays."""
+    """S3 passes the contract's checks, and no upload stays unfinished."""
     check(storage_at(f"s3://{bucket}/checkpoints/10"))
     assert s3.unfinished(bucket) == []
 
@@ -197,7 +197,7 @@ def test_a_save_to_a_bucket_that_does_not_exist_says_so(nbytes: int) -> None:
 
 
 def test_a_split_save_is_committed_by_finalising(queue: AsyncCallsQueue, url: str) -> None:
-    """As frameworks save."""
+    """A split save, the way frameworks save, exists only once it is finalised."""
     schedule(queue, url, state_of(3))
     assert nostall.verify(url).state is State.NOT_THERE
     queue.maybe_finalize_async_calls(blocking=True)
@@ -242,7 +242,7 @@ def test_damage_is_found(url: str) -> None:
 def test_bytes_of_another_range_are_refused(
     s3: S3Server, url: str, way: str, verify: Verify, count: int
 ) -> None:
-    """As of a proxy that ignores ranges: equal archives follow each other, all with checksums."""
+    """An answer with another range is an error, even if it is another tensor's intact archive."""
     names = "abcd"
     saved = {name: torch.full((count,), float(ord(name))) for name in names}
     dcp.save(saved, storage_writer=FileSystemWriterAsync(url), no_dist=True)
@@ -281,7 +281,7 @@ def test_existing_checkpoints_are_kept_on_request(url: str) -> None:
 
 
 def test_the_program_of_the_page_runs(s3: S3Server, bucket: str) -> None:
-    """As it is shown, with another bucket."""
+    """The program on the page about object stores runs, and leaves nothing in its bucket."""
     (code,) = code_blocks("howto/object-stores.md")
     exec(code.replace("my-bucket", bucket), {})
     assert (s3.keys(bucket), s3.unfinished(bucket)) == ([], [])
@@ -293,7 +293,7 @@ def test_the_program_of_the_page_runs(s3: S3Server, bucket: str) -> None:
 def test_options_reach_the_client_in_every_process(
     s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a writer, a reader and a manager; nothing is in the environment."""
+    """``storage_options`` suffice for a writer, a reader and a manager, without ``AWS_*``."""
     options = {
         "endpoint": s3.endpoint,
         "region": "us-east-1",
@@ -463,7 +463,7 @@ def test_a_commit_that_was_done_is_not_denied_by_a_later_attempt(
 
 @pytest.mark.parametrize("code", ["ConditionalRequestConflict", "OperationAborted"])
 def test_a_put_that_meets_another_request_is_repeated(s3: S3Server, url: str, code: str) -> None:
-    """As the answer 409 asks for: for a file, and for the commit."""
+    """A put that is answered with 409 is repeated, for a file and for the commit."""
     save(url, 1)
     conflict = {"method": "PUT", "do": "answer", "status": 409, "code": code, "times": 2}
     for has in ("__0_0", "/.metadata"):
@@ -564,7 +564,7 @@ def test_a_store_that_ignores_conditions_keeps_the_committed_checkpoint(
 def test_a_store_that_replaces_without_conditions_is_asked_before(
     s3: S3Server, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As OpenStack Swift: what another job has published stays, and the gap is named once."""
+    """A store like OpenStack Swift keeps what another job published, and the gap is named once."""
     refusal = {"do": "answer", "status": 501, "code": "NotImplemented"}
     save(url, 1)
     for seed in (2, 3):

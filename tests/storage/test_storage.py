@@ -105,7 +105,7 @@ def report_of(path: Path, state: dict[str, Any], **options: Any) -> Callable[[],
 
 
 def as_a_closure(open_file: Callable[..., Any]) -> Callable[..., Any]:
-    """The same in a form that cannot travel to another process."""
+    """The function in a closure, which cannot be sent to another process."""
 
     def own_open(path: str, mode: str) -> Any:
         return open_file(path, mode)
@@ -184,7 +184,7 @@ def _refusing_flag(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _refusing_write(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """As on file systems that only refuse the first write."""
+    """Refuse direct writes, but not the flag, like some file systems; returns the refused paths."""
     refused = []
     real = os.pwrite
 
@@ -492,7 +492,7 @@ def test_what_stocks_zstandard_compresses_is_loaded(
 
 @pytest.mark.parametrize("way", [split_save, async_save])
 def test_streams_are_written_several_at_a_time(tmp_path: Path, way: Callable[..., None]) -> None:
-    """As many as ``io_threads``, each by one thread with extensions of its own."""
+    """``io_threads`` streams are written at a time, each by one thread with its own extensions."""
     nostall.configure(EngineOptions(io_threads=2))
     options = {"open_file": open_pairs, "_extensions": [OfOneThread()]}
     way(tmp_path / "saved", odd_state(), thread_count=4, **options)
@@ -638,7 +638,7 @@ class RefusingToClose:
 
 
 def test_a_close_that_fails_does_not_keep_a_file_from_being_written_again(tmp_path: Path) -> None:
-    """What was given up is of no interest, nor what storage says to that."""
+    """An error in closing the file of a failed attempt does not fail the retry."""
     with (
         patch.object(posix, "os", RefusingToClose("__0_1", times=1)),
         inject(Fault.errno("chunk", errno.EIO, file="__0_1", times=1)),

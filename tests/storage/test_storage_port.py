@@ -138,7 +138,7 @@ def test_a_commit_that_storage_refuses_removes_nothing(memory: MemoryStorage) ->
 
 
 def test_a_commit_in_doubt_removes_nothing(memory: MemoryStorage) -> None:
-    """What was published may be either."""
+    """No file is removed, as either checkpoint may be the published one."""
     memory.fail("publish", EIO, done=True)
     with pytest.raises(NotDurableError):
         _commit(memory)

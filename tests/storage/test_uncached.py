@@ -221,7 +221,7 @@ def test_any_range_is_read_into_any_memory(
     cuts: list[int],
     cached: list[tuple[int, int]],
 ) -> None:
-    """As by ``pread``, whatever is cached; and memory beside the target stays as it is."""
+    """Ranges match those of ``pread``, whatever is cached; memory beside them is not changed."""
     expected = _expected(file, offset, nbytes)
     drop([file])
     start = (NBYTES // PAGE - 70) * PAGE

@@ -1,4 +1,4 @@
-"""What a crash can leave of a save of two ranks, whichever of them was ahead of the other.
+"""The states that a crash can leave of a save of two ranks, whichever of them was ahead.
 
 Each rank's operations are recorded by themselves. They may interleave in any way, but for two
 things: what lies in a directory comes after the directory, and the coordinator publishes after the
@@ -23,13 +23,13 @@ class Recording:
     """One save of two ranks."""
 
     disk: bytes
-    """As it was before, pickled."""
+    """The disk before the save, pickled."""
     ranks: tuple[list[Operation], list[Operation]]
-    """Of the coordinator and of the other one."""
+    """Operations of the coordinator and of the other rank."""
 
     @classmethod
     def read(cls, here: Path) -> Recording:
-        """What ``programs/recording.py`` has left in a directory."""
+        """Load the recording that ``programs/recording.py`` has left in a directory."""
         first, second = (
             pickle.loads((here / f"rank-{rank}.pickle").read_bytes()) for rank in range(2)
         )
@@ -93,5 +93,5 @@ class Recording:
 
 
 def relative(left: dict[str, bytes | None], root: Path) -> tuple[tuple[str, bytes | None], ...]:
-    """What is left, as something to compare and to look up."""
+    """The remaining files by relative path, in a form to compare and to look up."""
     return tuple(sorted((os.path.relpath(path, root), content) for path, content in left.items()))

@@ -44,7 +44,7 @@ Targets = Mapping[str, fuzz_targets.Target]
 
 @dataclass(slots=True)
 class Tally:
-    """What came of the inputs of one target."""
+    """Counts, times, outcomes and findings of one target's inputs."""
 
     inputs: int = 0
     seconds: float = 0.0
@@ -120,7 +120,7 @@ class Driver:
     findings: Path
     deadline_s: float = DEADLINE_S
     most_findings: int = 20
-    """Of one target; what has more is broken, and every one costs a child."""
+    """Findings after which a target counts as broken; every one costs a child."""
     makers: Mapping[str, Callable[[str], fuzz_targets.Target]] = field(
         default_factory=lambda: fuzz_targets.MAKERS
     )
@@ -172,7 +172,7 @@ class Driver:
         return told, finding, told["number"]
 
     def _listen(self, fd: int, at: mmap.mmap, pid: int) -> tuple[bytes, bool]:
-        """What a child says until it ends, and whether it had to be ended."""
+        """The output of a child until it ends, and whether it had to be killed."""
         said, last, since_s = b"", bytes(at), time.monotonic()
         with open(fd, "rb", buffering=0) as stream:
             while True:
@@ -224,7 +224,7 @@ SHARES = {
     "index": 0.25,
     "reads": 0.03,
 }
-"""Of the inputs; a shard file takes several times as long to read as the others, a load more."""
+"""Shares of all inputs; a shard file takes several times as long as the others, a load more."""
 
 
 def main() -> int:

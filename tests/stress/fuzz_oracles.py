@@ -1,4 +1,4 @@
-"""What one hostile input must not do, whatever it is, and how each of that is seen.
+"""Effects that no hostile input may have, and how each of them is detected.
 
 Inputs run in a child process. The child sees wrong exceptions, memory, side effects and changed
 classes; the parent sees a child that died and one that does not get on.
@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.serialization import _get_layout
 
 ROOM_NBYTES = 1 << 30
-"""Of addresses, beyond what the child has when it begins."""
+"""Addresses that a child may use, beyond those that it has when it begins."""
 GROWTH_NBYTES = 96 << 20
-"""Of memory in use by one input, beyond what it may need by its own length."""
+"""Memory that one input may use, beyond what it may need by its own length."""
 GROWTH_PER_BYTE = 1000
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -47,8 +47,9 @@ _HARMLESS_IMPORTS = ("encodings",)
 """A codec that a zip record's name asks for; a package of Python's that only translates text."""
 
 _ONLY_PARSED = "<unknown>"
-"""What ``ast.parse`` calls its input; tracebacks ask it where in a line an error is. Python 3.13
-looks for a file of this name when there is a mistake in the line."""
+"""File name that ``ast.parse`` gives its input; tracebacks ask it where in a line an error is.
+Python 3.13 looks for a file of this name when there is a mistake in the line.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,7 @@ class Effects:
 
 
 def _shared() -> list[Any]:
-    """What a pickle of metadata names, and all checkpoints share."""
+    """Objects that pickled metadata names and all checkpoints share."""
     found: list[Any] = [_get_layout]
     for module in (metadata, planner, filesystem):
         for value in vars(module).values():

@@ -101,7 +101,7 @@ BUGS: dict[str, tuple[Callable[[], None], str]] = {
     "changed class": (changed_class, "side effect"),
     "undocumented error": (undocumented_error, "exception"),
 }
-"""What is planted, and what it has to be reported as."""
+"""Planted bugs, each with the kind of finding that it has to be reported as."""
 
 
 class Planted:

@@ -64,7 +64,7 @@ _IN_TRACEBACKS = (
 )
 """Modules whose source ``dcp.load`` reads for the text of its error."""
 _MOST_S = 1.0
-"""Of processor time for one load, beyond what it may need by the length of its input."""
+"""Processor time for one load, beyond what it may need by the length of its input."""
 _S_PER_BYTE = 50e-6
 """The texts of errors of ``torch.load`` have all values of a storage."""
 _HOW: tuple[tuple[str, Verify], ...] = (
@@ -175,7 +175,7 @@ class _Input:
     splices: tuple[_Splice, ...]
 
     def encoded(self) -> bytes:
-        """As the content of a finding's file."""
+        """The input as the content of a finding's file."""
         places = [(each.file, each.at, each.removed, len(each.added)) for each in self.splices]
         header = json.dumps([self.how, self.forged, places]).encode()
         return header + b"\n" + b"".join(each.added for each in self.splices)
@@ -451,7 +451,7 @@ class _Disk:
         self._changed = changed
 
     def content(self, name: str) -> bytes:
-        """What a file has now."""
+        """The present content of a file."""
         return self._changed.get(name) or self._whole.get(name, b"")
 
     def load(self, how: int, targets: _Targets) -> object:

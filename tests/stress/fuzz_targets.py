@@ -75,7 +75,7 @@ class Corpus:
 
     @property
     def files(self) -> list[WrittenFile]:
-        """What a manifest says of the shards."""
+        """The shards as a manifest lists them."""
         return [
             WrittenFile(name=name, nbytes=len(content), crc32=zlib.crc32(content))
             for name, content in self.shards.items()

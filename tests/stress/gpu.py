@@ -1,4 +1,4 @@
-"""What there is to find out on an accelerator, in one command, for the day when one is at hand.
+"""Check and measure nostall on an accelerator, in one command, for the day when one is at hand.
 
 Runs the checks of ``tests/programs/accelerator.py`` and a benchmark of state dicts on the device,
 and writes one JSON file; what was found is written after every step, so that little is lost if the
@@ -286,7 +286,7 @@ class Run:
     def _wrongly_loaded(
         self, contender: LoadContender, workload: Workload, path: Path
     ) -> list[str]:
-        """What differs after a load into other values."""
+        """Names of tensors that differ after a load into other values."""
         into = workload.blank()
         contender.load(into, path)
         self.module.synchronize()
@@ -332,7 +332,7 @@ class Run:
 
     @contextmanager
     def _part_of(self, name: str, rows: dict[str, dict[str, Any]]) -> Iterator[None]:
-        """What a contender fails with is its result."""
+        """Record a contender's exception as its result."""
         try:
             yield
         except Exception as error:  # whatever it is
@@ -353,7 +353,7 @@ class Run:
             return blocked_s, time.perf_counter() - started
 
     def _differences(self, contender: Contender, workload: Workload) -> list[str]:
-        """What differs in a checkpoint from the call, although everything changed when allowed."""
+        """Names whose saved values differ from the call, although all changed when allowed."""
         workload.advance()
         version = workload.version
         with self.directory() as path:
@@ -424,7 +424,7 @@ def _said_of_training(row: dict[str, Any]) -> str:
 
 
 class DeviceLimits:
-    """What the machine can do at best with so many bytes: copy them off, and write them."""
+    """The machine's limits for so many bytes: copies off the device, and writes."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         self.nbytes = nbytes

@@ -94,7 +94,7 @@ class Trainer:
         torch.manual_seed(save * RANKS + self.rank)
 
     def differences(self, save: int) -> list[str]:
-        """What is not as it was at that save."""
+        """Names of the parts that differ from the state at that save."""
         drawn = random.random(), torch.rand(1).item()
         other = Trainer(self.rank)
         other.become(save)

@@ -72,7 +72,7 @@ ERRNO = {
 
 
 class Violation(AssertionError):
-    """What must never happen."""
+    """An outcome that must never happen."""
 
 
 def require(condition: object, what: str) -> None:

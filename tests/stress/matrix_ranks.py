@@ -1,4 +1,4 @@
-"""What the ranks of the fault matrix do: a save that is to fail, and one after it."""
+"""The ranks of the fault matrix: they make a save that is to fail, and one after it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LONG_S = 60.0
 SHORT_S = 3.0
 """The longest wait for a stopped process."""
 LOST_S = 6.0
-"""As long as a collective waits for a trainer that died."""
+"""Timeout of collectives when a trainer dies."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "1 file": {"thread_count": 1},
     "4 files": {"thread_count": 4},
@@ -78,7 +78,7 @@ class Stage:
     tell_fd: int
     """Where it reports to."""
     go_fd: int
-    """What it waits for between the failing save and the next one."""
+    """Descriptor that it reads from between the failing save and the next one."""
 
     def say(self, **report: Any) -> None:
         os.write(self.tell_fd, (json.dumps(report) + "\n").encode())
@@ -237,7 +237,7 @@ def _plain(error: BaseException) -> Report:
 
 
 def still_open(path: Path) -> list[str]:
-    """What this process has open or mapped of nostall's, which has been reset."""
+    """Descriptors and mappings of nostall's that this process still has after a reset."""
     gc.collect()  # of what a failure's traceback holds
     marks = ("nostall", str(path))
     found = []
@@ -266,7 +266,7 @@ def obey_modes() -> None:
 
 
 def all_states(seed: int) -> State:
-    """What a checkpoint of this seed holds."""
+    """The content of a checkpoint of this seed."""
     return {key: value for rank in range(RANKS) for key, value in state_of(rank, seed).items()}
 
 

@@ -1,4 +1,4 @@
-"""What the metadata of many entries costs to pickle and to load, in processes of their own.
+"""The cost to pickle and to load metadata of many entries, in processes of their own.
 
     python tests/stress/metadata_bench.py --ranks 1024 --items 1000
 
@@ -47,7 +47,7 @@ ROW = 1024
 
 
 def metadata(ranks: int, items: int) -> Metadata:
-    """Of tensors in rows, with one file per rank."""
+    """Metadata of tensors in rows, with one file per rank."""
     entries: dict[str, Any] = {}
     places = {}
     for item in range(items):
@@ -70,19 +70,19 @@ def timed(do: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def write_stock(file: Path, found: Metadata) -> tuple[float, int]:
-    """What it took, and the number of bytes."""
+    """Write stock's pickle of metadata; the seconds of pickling, and the number of bytes."""
     seconds, pickled = timed(lambda: pickle.dumps(found))
     file.write_bytes(pickled)
     return seconds, len(pickled)
 
 
 def write_nostall(file: Path, found: Metadata) -> tuple[float, int]:
-    """The same by nostall, of any metadata, with the index."""
+    """Write nostall's pickle of any metadata, with the index; seconds and bytes."""
     return _write(file, lambda: publication_of(found))
 
 
 def write_sent(file: Path, found: Metadata) -> tuple[float, int]:
-    """The same, of what ranks have sent to the coordinator."""
+    """Write nostall's pickle of results that ranks sent to the coordinator; seconds and bytes."""
     ranks: dict[str, list[WriteResult]] = {}
     for index, info in found.storage_data.items():
         result = WriteResult(index=index, size_in_bytes=info.length, storage_data=info)
@@ -107,7 +107,7 @@ WRITERS = {"stock": write_stock, "nostall": write_nostall, "nostall, in a save":
 
 
 def index_of(path: Path) -> object:
-    """What ``nostall.load`` reads."""
+    """The index, which ``nostall.load`` reads instead of the pickle."""
     with (path / ".metadata").open("rb") as stream:
         return read_index(stream, path=str(path))
 

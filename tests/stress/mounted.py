@@ -98,7 +98,7 @@ class Mount:
 
 
 def ask(control: str, **request: Any) -> dict[str, Any]:
-    """What a mounted file system answers; from any process."""
+    """Send a request to a mounted file system, from any process; its answer."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(30.0)
         connection.connect(control)

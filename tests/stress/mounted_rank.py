@@ -44,11 +44,11 @@ _LEFT_BEHIND = (
 
 
 _KNOWN = CheckpointMetadataCache()
-"""Of all saves that are to be recognised."""
+"""Cache for all saves whose structure is to be recognised."""
 
 
 def _state(rank: int, seed: int) -> dict[str, Any]:
-    """What a rank saves: several chunks of a tensor, a small and a shared one, and an object."""
+    """The state of a rank: several chunks of a tensor, a small and a shared one, and an object."""
     return {
         f"rank{rank}.weight": torch.randn(
             _FLOATS, generator=torch.Generator().manual_seed(seed * 2 + rank)

@@ -250,7 +250,7 @@ class Hosts:
 
 
 def run(hosts: Hosts, cell: Cell) -> list[str]:
-    """What is wrong with one cell."""
+    """Run one cell, and describe each promise that it broke."""
     name = f"cell-{cell.number}"
     if cell.is_over:
         errors = [each["error"] for each in hosts.save(cell.how, name, OLD) if each["error"]]

@@ -44,7 +44,7 @@ _LOOK_AGAIN_S = 0.1
 _REST_S = 1.0
 _NO_REST_S = 60.0
 _AT_REST = 0.05
-"""Of a processor, over that time."""
+"""Share of a processor, over ``_REST_S``, below which a process is at rest."""
 NEEDS = {
     "nostall": "nostall",
     "nostall, directory": "nostall",
@@ -107,7 +107,7 @@ class Contender:
         return total
 
     def answer(self) -> Any:
-        """What it says next."""
+        """The next line of the process's output, decoded."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "a writer has failed"

@@ -47,7 +47,7 @@ from support.states import schedule
 from support.waiting import wait_until
 
 LENGTH = 3 << 19
-"""Of a tensor of 6 MiB; with a file per rank, each has two parts."""
+"""Elements of a tensor of 6 MiB; with a file per rank, each file has two parts."""
 EMULATORS = {"google": emulators.google, "microsoft": emulators.microsoft}
 ROUNDED_S = 3.0
 """The store rounds times to seconds, which a save allows for."""

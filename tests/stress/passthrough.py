@@ -36,12 +36,12 @@ _TIMES = ("st_atime_ns", "st_mtime_ns", "st_ctime_ns")
 _LIFE_S = 900
 _OPENING = ("create", "open", "opendir")
 _THREADS = 64
-"""As many operations may hang at a time."""
+"""The number of operations that may hang at a time."""
 _STATVFS = ("f_bavail", "f_bfree", "f_blocks", "f_bsize", "f_favail", "f_ffree", "f_files")
 
 
 class Faults:
-    """What goes wrong.
+    """The faults that are set, and the operations that hang because of them.
 
     A fault is an object with ``op``, an operation; ``name``, a part of the path; ``do``: ``errno``
     (nothing is done), ``errno-after`` (it is done, and answered with an error), ``hang`` or
@@ -134,7 +134,7 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc]  # mfusepy has no t
         self._o_direct = o_direct
         self.faults = Faults()
         self.names: dict[int, str] = {}
-        """What is open."""
+        """Paths of open files, by descriptor."""
 
     def _at(self, path: str) -> str:
         return self._root + path

@@ -58,7 +58,7 @@ KEPT = 4
 
 
 class Violation(AssertionError):
-    """What must never happen."""
+    """An outcome that must never happen."""
 
 
 def tensors(rank: int, save: int) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Life:
     root: Path
     first: int
     program: Callable[[int, Path, Path, int, int], None] = train
-    """What each trainer does: with its rank, the root, a store, the first save and a pipe."""
+    """Program of each trainer; takes its rank, the root, a store, the first save and a pipe."""
     trainers: list[int] = field(default_factory=list)
     pipes: list[int] = field(default_factory=list)
     writers: dict[int, list[int]] = field(default_factory=dict)

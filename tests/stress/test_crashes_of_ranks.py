@@ -45,7 +45,7 @@ def loaded_from(path: Path) -> int:
 
 
 def found_in(checkpoint: Path) -> int | None:
-    """The same, and ``None`` if there is no checkpoint."""
+    """The save that a resuming job finds in a directory; ``None`` if there is no checkpoint."""
     if nostall.is_complete(checkpoint, deep=True):
         return loaded_from(checkpoint)
     # Not even stock, which checks nothing, may take it for a checkpoint.

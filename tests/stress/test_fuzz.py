@@ -15,7 +15,7 @@ from support.ranks import run_script
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the fuzzer made of each planted bug, and again when it was replayed."""
+    """The kinds that the fuzzer reports for each planted bug, at first and in a replay."""
     out = tmp_path_factory.mktemp("planted")
     ended = run_script("stress/fuzz_planted.py", cwd=out, timeout_s=280)
     assert ended.returncode == 0, ended.stderr

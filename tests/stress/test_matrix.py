@@ -11,7 +11,7 @@ from support.ranks import run_script
 
 
 def test_few_cells_show_every_fault_in_every_place_and_way() -> None:
-    """What is run here leaves out no pair of values that the whole matrix has."""
+    """The cells run here cover every place, and each fault in every way and shape of a save."""
     cells = covering(all_cells(), seed=1)
     assert len(cells) < len(all_cells()) / 10
     for fault in FAULTS:

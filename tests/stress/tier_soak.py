@@ -1,4 +1,4 @@
-"""As soak.py, through local tiers, to directories and to an S3 server on loopback in turns.
+"""Soak like soak.py, through local tiers, to directories and to an S3 server on loopback in turns.
 
 Of four turns, two go through a disk that both ranks share, two through one of each rank. After
 every kill, of a trainer, a writer process or the process that copies, each destination has nothing

@@ -1,4 +1,4 @@
-"""What a crash can leave of a sequence of operations on storage.
+"""The states that a crash can leave of a sequence of operations on storage.
 
 A model of what POSIX promises and no more: the content of a file is durable when it was fsynced,
 its name when the directory that holds it was. Whatever was not may be there after a crash, or not,
@@ -183,7 +183,7 @@ class Disk:
         _update(self.now, names)
 
     def after_crash(self) -> Iterator[dict[str, bytes | None]]:
-        """What may be there: content by path, ``None`` for a directory."""
+        """Every state that a crash may leave: content by path, ``None`` for a directory."""
         seen = set()
         for kept in _combinations(len(self.undurable)):
             names = dict(self.names)

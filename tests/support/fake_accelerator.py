@@ -89,7 +89,7 @@ class FakeStream:
 
 
 class FakeModule:
-    """What ``torch.cuda`` is to CUDA."""
+    """The device's module, like ``torch.cuda`` for CUDA."""
 
     def __init__(self, fake: FakeAccelerator) -> None:
         self._fake = fake

@@ -135,5 +135,5 @@ def refuse(environ: dict[str, Any], start: Start, status: int, code: str) -> Ite
 def filter_factory(
     global_conf: dict[str, str], **local_conf: str
 ) -> Callable[[Application], Faulty]:
-    """What a pipeline of PasteDeploy asks for, under eventlet's server."""
+    """A filter for a pipeline of PasteDeploy, under eventlet's server."""
     return lambda app: Faulty(app, lambda environ: environ["eventlet.input"].get_socket())

@@ -27,11 +27,11 @@ CLIENT = HERE / "loaded_client.py"
 EXECUTABLE = "LOADED_EXECUTABLE"
 _LEAKS_OF_TRITON = re.compile(r"nanobind: leaked .*?refleaks\.html\n?", re.DOTALL)
 _OF_RANKS = ("nostall.core", "nostall.filesystem_async", "nostall.state_dict_saver")
-"""What nearly all ranks import, which takes 0.1 s."""
+"""Modules that nearly all ranks import, which takes 0.1 s."""
 
 
 def python(*, ranks: bool = False) -> tuple[str, ...]:
-    """What to write instead of ``sys.executable``; takes ``-c``, ``-m``, ``-u`` and ``-W``.
+    """A command to use instead of ``sys.executable``; takes ``-c``, ``-m``, ``-u`` and ``-W``.
 
     Args:
         ranks: Whether torchrun starts it. Strings then have other hashes on odd ranks than on even

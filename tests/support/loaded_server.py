@@ -34,7 +34,7 @@ TESTS = str(Path(__file__).parents[1])
 
 
 class Request(NamedTuple):
-    """What a client sends."""
+    """A client's request to run a program."""
 
     arguments: list[str]
     environment: dict[str, str]
@@ -54,7 +54,7 @@ class Program:
 
     @property
     def watched(self) -> list[Any]:
-        """What may become ready."""
+        """Objects to poll until one is ready."""
         return [self.ended, self.channel] if self.has_client else [self.ended]
 
     def pass_on(self) -> None:

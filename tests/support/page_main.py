@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def environment(ranks: int) -> dict[str, str]:
-    """What all ranks of a program get; nothing if there is only one."""
+    """Environment variables of all ranks of a program; none if there is only one rank."""
     if ranks == 1:
         return {}
     with socket.create_server(("127.0.0.1", 0)) as server:

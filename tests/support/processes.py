@@ -59,7 +59,7 @@ def command_of(pid: int) -> str:
 
 
 def _children(pid: int) -> set[int]:
-    """Those of all its threads."""
+    """Child processes of all threads of a process."""
     found: set[int] = set()
     with suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():

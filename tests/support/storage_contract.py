@@ -1,4 +1,4 @@
-"""What every implementation of the storage port has to do, as functions that take an empty one.
+"""The contract of the storage port, as functions that take an empty storage.
 
 Each of :data:`CHECKS`, or for a file system each of :data:`FILE_SYSTEM_CHECKS`, is called with a
 new, empty storage; a failed one raises ``AssertionError``.

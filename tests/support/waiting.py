@@ -117,7 +117,7 @@ def impatient() -> Iterator[None]:
 
 
 def error_of(call: Callable[[], object]) -> BaseException | None:
-    """What a call raises, which must not hang."""
+    """The exception that a call raises, if any; the call must not hang."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(call).exception(SOON_S)
 

@@ -89,7 +89,7 @@ def step_at(place: str) -> int | None:
 
 
 def copying_processes() -> list[psutil.Process]:
-    """Those of this process."""
+    """Processes that copy to destinations for this process."""
     children = psutil.Process().children()
     return [each for each in children if "nostall.tier" in command_of(each.pid)]
 
@@ -240,7 +240,7 @@ def test_a_save_at_the_limit_goes_on_when_there_is_room(
 def test_a_destination_that_refuses_is_asked_again(
     tier: str, root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What refuses is named; when it is mended, the checkpoints get there in their order."""
+    """The refusal is named; once the destination works, checkpoints get there in their order."""
     Path(root).write_text("in the way")
     promotion, later = (promotion_of(save(tier, root, step)) for step in (1, 2))
     wait_until(lambda: bool(promotion.status.trouble))
@@ -381,7 +381,7 @@ def test_files_that_vanish_at_the_destination_are_copied_again(tier: str, root: 
 
 
 def test_files_that_nothing_names_are_removed_at_the_destination(tier: str, root: str) -> None:
-    """Those of the replaced checkpoint, and old ones; young ones may be of another save."""
+    """Files of the replaced checkpoint, and old ones, go; young ones may belong to another save."""
     promotion = save_there(tier, root, 0)
     for name, age_s in (("__0_0-0000000a.distcp", 4000), ("__0_0-0000000b.distcp", 1)):
         Path(promotion.path, name).touch()

@@ -133,7 +133,7 @@ def header(magic: bytes, nbytes: int, descriptors: int = 0) -> bytes:
 
 
 def encode(message: Message, descriptors: int = 0) -> bytes:
-    """What is sent for a message, but for its descriptors."""
+    """The bytes that are sent for a message, without its descriptors."""
     body = pickle.dumps(message)
     return header(MAGIC, len(body), descriptors) + body
 
@@ -206,7 +206,7 @@ def test_the_end_of_the_stream_is_no_message(
 
 
 def test_descriptors_arrive_with_their_message(wire: tuple[socket.socket, socket.socket]) -> None:
-    """Of several messages in a row, each comes with its own descriptors, in order."""
+    """Each of several messages in a row comes with its own descriptors, in order."""
     ours, theirs = wire
     counts = [1, 0, 1, 1, 0, 0, 1]
     sent: list[int] = []
