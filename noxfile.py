@@ -372,7 +372,8 @@ def lint(session: nox.Session) -> None:
     session.run("lint-imports")
     vague = [
         f"{path.relative_to(ROOT)}:{number}"
-        for path in sorted((ROOT / "src").rglob("*.py"))
+        for folder in ("benchmarks", "examples", "src", "tests")
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if VAGUE.match(line)
     ]
