@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -27,7 +28,7 @@ def _lengths() -> Iterator[dict[str, int]]:
     """Bytes that this rank sends up, and that each gets from the coordinator."""
     seen = {"up": 0, "down": 0}
     gather, broadcast = dist.gather_object, dist.broadcast_object_list
-    scatter = dist.scatter_object_list
+    scatter, unpickle = dist.scatter_object_list, distributed_c10d._tensor_to_object
 
     def gathering(**options: Any) -> Any:
         seen["up"] += len(pickle.dumps(options["obj"]))
@@ -39,9 +40,13 @@ def _lengths() -> Iterator[dict[str, int]]:
         return scatter(**options)
 
     def broadcasting(**options: Any) -> Any:
-        broadcast(**options)
-        if dist.get_rank():  # pickled once, by the coordinator
-            seen["down"] += len(pickle.dumps(options["object_list"][0]))
+        def arriving(tensor: torch.Tensor, nbytes: int, *more: Any) -> Any:
+            seen["down"] += int(nbytes)
+            return unpickle(tensor, nbytes, *more)
+
+        # Metadata is sent as a note once; pickled again, here, it would be whole.
+        with patch.object(distributed_c10d, "_tensor_to_object", arriving):
+            broadcast(**options)
 
     with (
         patch.object(dist, "gather_object", gathering),
