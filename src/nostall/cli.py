@@ -18,7 +18,7 @@ from typing import Any
 
 from nostall._cli.listing import require_there
 from nostall._cli.output import NotThere, Status, print_error, printable
-from nostall._cli.prune import parse_policies
+from nostall._cli.prune import POLICIES, parse_policies
 from nostall._storage.locations import is_address, place_of, require_possible
 from nostall._version import __version__
 from nostall.errors import NostallError, OptionError, UnknownMetadataError
@@ -28,26 +28,11 @@ __all__ = ["main"]
 _COMMANDS = {
     "ls": ("listing", "list the checkpoints in a directory: step, size, age, state, metrics"),
     "latest": ("listing", "print the path of the last committed complete checkpoint"),
-    "inspect": (
-        "items",
-        "show names, shapes, dtypes, sharding (parts along each dimension), sizes and files",
-    ),
-    "diff": (
-        "items",
-        "compare two checkpoints: - only in A, + only in B, ! other dtype or shape, ~ other values",
-    ),
-    "verify": (
-        "listing",
-        "read every byte of a checkpoint, or of each in a directory, and report any damage",
-    ),
-    "prune": (
-        "prune",
-        "remove complete checkpoints that no policy keeps, except the last; a dry run by default",
-    ),
-    "convert": (
-        "convert",
-        "convert a checkpoint directory to a torch.save or safetensors file, or back",
-    ),
+    "inspect": ("items", "show names, shapes, dtypes, sharding, sizes and files"),
+    "diff": ("items", "compare two checkpoints: - only in A, + only in B, ! structure, ~ values"),
+    "verify": ("listing", "read every byte of a checkpoint, or of all in a directory"),
+    "prune": ("prune", "remove checkpoints that no policy keeps; by default a dry run"),
+    "convert": ("convert", "convert a directory to a torch.save or safetensors file, or back"),
 }
 """The module below ``nostall._cli`` with the function of a command, and its help."""
 _STATUS = {
@@ -120,18 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     add("inspect", "--sort", order, choices=("name", "size"))
     beginning = "for safetensors: only tensors whose names begin so, without this beginning"
     add("convert", "--prefix", beginning, metavar="NAME", default="")
-    add(
-        "prune",
-        "--keep",
-        "latest=N: the N highest steps; best=N:METRIC, or best=N:METRIC:max: the N steps with the"
-        " lowest or highest value of a metric saved by a CheckpointManager; every=N: steps that are"
-        " multiples of N; every=6h: one in 6 hours (s, m, h, d); separated by commas, any of them"
-        " keeps a checkpoint",
-        metavar="POLICIES",
-        type=parse_policies,
-        action="append",
-        required=True,
-    )
+    policies = {"metavar": "POLICIES", "type": parse_policies, "action": "append"}
+    add("prune", "--keep", POLICIES, required=True, **policies)
     add_flag(" ".join(_COMMANDS), "--json", "print JSON")
     return parser
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nostall import _torch
-from nostall._cli.items import Item, open_checkpoint, require_covered, require_undamaged
+from nostall._cli.items import Item, damage_of, open_checkpoint, require_covered
 from nostall._cli.output import Answer, progress
 from nostall._model.names import METADATA_NAME, SAFETENSORS_SUFFIX, SHARD_SUFFIX
 from nostall._model.wording import counted, some
@@ -54,7 +54,6 @@ _NOT_THAT_JSON = (AttributeError, KeyError, TypeError, ValueError, RecursionErro
 _TRUST_HINT = "--trust loads any class; only for files of people you trust"
 _LEAST_MAPPED_NBYTES = 1 << 20
 """Smaller tensors stay in memory: a process has some 65,000 mappings."""
-_PREFIX = ".nostall-convert-"
 _MOST_LEVELS = 100
 
 
@@ -65,26 +64,24 @@ def convert(given: Namespace) -> Answer:
         OptionError: The target exists, or a name promises something other than what it has or gets.
     """
     source, target = given.source, given.target
-    if is_address(source) and source.lower().endswith(_FILE_ENDINGS):
-        what, hint = "only a checkpoint can be read from an object store", "copy the file to a disk"
-        raise OptionError(what, path=source, hint=hint)
-    safetensors = [] if is_address(source) else _safetensors_in(source)
-    to_file = is_address(source) or (os.path.isdir(source) and not safetensors)
+    from_store, to_store = is_address(source), is_address(target)
+    safetensors = [] if from_store else _safetensors_in(source)
+    to_file = from_store or (os.path.isdir(source) and not safetensors)
     to_safetensors = to_file and target.lower().endswith(SAFETENSORS_SUFFIX)
-    if bool(storage_at(target).list()) if is_address(target) else os.path.lexists(target):
-        raise OptionError("the target exists", path=target, hint="remove it, or name another one")
-    if given.prefix and not to_safetensors:
-        raise OptionError("--prefix is for a target that ends with .safetensors", path=target)
-    if to_file and is_address(target):
+    other_endings = (*_OTHER_FORMATS, *((os.sep,) if to_file else _FILE_ENDINGS))
+    what, hint = None, None
+    if bool(storage_at(target).list()) if to_store else os.path.lexists(target):
+        what, hint = "the target exists", "remove it, or name another one"
+    elif given.prefix and not to_safetensors:
+        what = "--prefix is for a target that ends with .safetensors"
+    elif to_file and to_store:
         what, hint = "a file can be written to a file system only", "copy it to the store then"
-        raise OptionError(what, path=target, hint=hint)
-    if target.lower().endswith((*_OTHER_FORMATS, *((os.sep,) if to_file else _FILE_ENDINGS))):
+    elif target.lower().endswith(other_endings):
         written = "one file of torch.save" if to_file else "a checkpoint directory"
-        raise OptionError(
-            f"this command writes {written}, but the name of the target says otherwise",
-            path=target,
-            hint="use a name such as step-500.pt" if to_file else "name a directory",
-        )
+        what = f"this command writes {written}, but the name of the target says otherwise"
+        hint = "use a name such as step-500.pt" if to_file else "name a directory"
+    if what is not None:
+        raise OptionError(what, path=target, hint=hint)
     if to_safetensors:
         count = _to_safetensors(source, target, given.prefix)
     elif to_file:
@@ -101,11 +98,9 @@ def convert(given: Namespace) -> Answer:
 
 
 def _to_file(source: str, target: str, *, trust: bool) -> int:
-    checkpoint = open_checkpoint(source)
-    require_undamaged(source, deep=True)
-    with _written_beside(target) as draft:
-        flat = _loaded(checkpoint.items.values(), source, os.path.dirname(draft), trust=trust)
-        state = nested(flat, checkpoint.metadata.planner_data, source)
+    items, metadata, _ = open_checkpoint(source)
+    with _loaded(items.values(), source, target, trust=trust) as (draft, flat):
+        state = nested(flat, metadata.planner_data, source)
         with open(draft, "wb") as file:
             torch.save(state, file)
     return len(flat)
@@ -113,11 +108,8 @@ def _to_file(source: str, target: str, *, trust: bool) -> int:
 
 def _to_safetensors(source: str, target: str, prefix: str) -> int:
     package = _safetensors()
-    named = {
-        name.removeprefix(prefix): item
-        for name, item in open_checkpoint(source).items.items()
-        if name.startswith(prefix)
-    }
+    items, _, _ = open_checkpoint(source)
+    named = {n.removeprefix(prefix): item for n, item in items.items() if n.startswith(prefix)}
     objects = [item.name for item in named.values() if item.shape is None]
     what, hint = None, "choose tensors by the beginning of their names, as in --prefix model."
     if not named:
@@ -129,15 +121,10 @@ def _to_safetensors(source: str, target: str, prefix: str) -> int:
         what = f"an item is named {prefix!r:.100}, and nothing is left of its name"
     if what is not None:
         raise OptionError(what, path=source, hint=hint)
-    require_undamaged(source, deep=True)
-    with _written_beside(target) as draft:
-        tensors = _loaded(named.values(), source, os.path.dirname(draft))
+    with _loaded(named.values(), source, target) as (draft, values):
+        tensors = {name: values[item.key] for name, item in named.items()}
         try:
-            package.torch.save_file(
-                {name: tensors[item.key] for name, item in named.items()},
-                draft,
-                metadata={"format": "pt"},
-            )
+            package.torch.save_file(tensors, draft, metadata={"format": "pt"})
         except (KeyError, package.SafetensorError) as error:
             dtypes = ", ".join(sorted({item.dtype for item in named.values()}))
             raise OptionError(
@@ -148,50 +135,35 @@ def _to_safetensors(source: str, target: str, prefix: str) -> int:
     return len(named)
 
 
-def _loaded(
-    items: Iterable[Item], source: str, directory: str, *, trust: bool = False
-) -> dict[Any, Any]:
-    """The values of items, by key; tensors are in mapped files in a directory."""
-    values: dict[Any, Any] = {}
-    for item in items:
-        require_covered(item, source)
-        values[item.key] = None if item.shape is None else _room_for(item, directory)
-    try:
-        with progress("reading") as report:
-            load(values, source, trust=trust, progress=report)
-    except UntrustedObjectError as error:
-        error.hint = _TRUST_HINT
-        raise
-    return values
-
-
-def _room_for(item: Item, directory: str) -> torch.Tensor:
-    shape, dtype = torch.Size(item.shape or ()), getattr(torch, item.dtype)
-    nbytes = shape.numel() * dtype.itemsize
-    if nbytes < _LEAST_MAPPED_NBYTES:
-        return torch.empty(shape, dtype=dtype)
-    with tempfile.NamedTemporaryFile(dir=directory, prefix=_PREFIX) as file:
-        # A full disk is an error here; it would be a signal when a page is written back.
-        os.posix_fallocate(file.fileno(), 0, nbytes)
-        mapped = torch.from_file(file.name, shared=True, size=shape.numel(), dtype=dtype)
-    return mapped.reshape(shape)  # the name is gone now, the pages are not
-
-
 @contextmanager
-def _written_beside(target: str) -> Iterator[str]:
+def _loaded(
+    items: Iterable[Item], source: str, target: str, *, trust: bool = False
+) -> Iterator[tuple[str, dict[Any, Any]]]:
     """The path of a new file that gets the target's name, durably, if the block succeeds.
 
-    Its directory is removed with all that is in it.
+    And the values of items, by key; tensors are in mapped files beside it. Its directory is removed
+    with all that is in it.
     """
+    if (damage := damage_of(source, deep=True)) is not None:
+        raise damage
     directory = os.path.dirname(os.path.abspath(target))
     try:
-        with tempfile.TemporaryDirectory(dir=directory, prefix=_PREFIX) as room:
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".nostall-convert-") as room:
+            values: dict[Any, Any] = {}
+            for item in items:
+                require_covered(item, source)
+                values[item.key] = None if item.shape is None else _room_for(item, room)
+            with progress("reading") as report:
+                load(values, source, trust=trust, progress=report)
             draft = os.path.join(room, "draft")
-            yield draft
+            yield draft, values
             with open(draft, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(draft, target)
         sync_directory(directory)
+    except UntrustedObjectError as error:
+        error.hint = _TRUST_HINT
+        raise
     except NostallError:
         raise
     except (OSError, RuntimeError) as error:  # the latter is torch's
@@ -200,6 +172,18 @@ def _written_beside(target: str) -> Iterator[str]:
             errno=getattr(error, "errno", None),
             path=target,
         ) from error
+
+
+def _room_for(item: Item, directory: str) -> torch.Tensor:
+    shape, dtype = torch.Size(item.shape or ()), getattr(torch, item.dtype)
+    nbytes = shape.numel() * dtype.itemsize
+    if nbytes < _LEAST_MAPPED_NBYTES:
+        return torch.empty(shape, dtype=dtype)
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        # A full disk is an error here; it would be a signal when a page is written back.
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        mapped = torch.from_file(file.name, shared=True, size=shape.numel(), dtype=dtype)
+    return mapped.reshape(shape)  # the name is gone now, the pages are not
 
 
 class _Node(dict[Any, Any]):

@@ -9,10 +9,9 @@ import fnmatch
 import math
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,8 +40,6 @@ from nostall.integrity import why_damaged
 from nostall.loading import load
 
 _SIGNS = {"only in A": "-", "only in B": "+", "structure": "!", "values": "~"}
-_OF_MANAGER = "nostall."
-"""How names of a CheckpointManager's own items begin."""
 _COMPARED_AT_A_TIME = 1 << 22
 """Elements, so that copies in double precision stay small."""
 _OBJECT = "object"
@@ -71,34 +68,19 @@ class Item:
         return self.dtype if self.shape is None else f"{self.dtype} {self.shape}"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A committed checkpoint."""
-
-    path: str
-    metadata: Metadata
-    manifest: Manifest | None
-    items: Mapping[str, Item]
-    """By name, in the order of the metadata."""
-
-
 # --- commands -------------------------------------------------------------------------------------
 
 
 def inspect(given: Namespace) -> Answer:
     """Names, dtypes, shapes, sharding, sizes and files of items."""
-    checkpoint = open_checkpoint(given.path)
-    items = _chosen(checkpoint.items, given.name)
+    path = given.path
+    present, _, manifest = open_checkpoint(path)
+    items = _chosen(present, given.name)
     if given.sort is not None:
         items.sort(key=lambda item: item.name if given.sort == "name" else -item.nbytes)
-    damage = None
-    try:
-        require_undamaged(checkpoint.path, deep=False)
-    except DamagedCheckpointError as error:
-        damage = error
-    manifest, metrics = checkpoint.manifest, metrics_of(checkpoint.path)
+    damage, metrics = damage_of(path), metrics_of(path)
     plain = {
-        "path": checkpoint.path,
+        "path": path,
         "committed_at_s": None if manifest is None else manifest.committed_at_s,
         "nostall": None if manifest is None else manifest.version,
         "metrics": plain_metrics(metrics),
@@ -109,22 +91,22 @@ def inspect(given: Namespace) -> Answer:
     }
     files = {part["file"] for item in items for part in item.parts}
     tensors, nbytes = sum(item.shape is not None for item in items), sum(i.nbytes for i in items)
-    of_all = "" if len(items) == len(checkpoint.items) else f" (of {len(checkpoint.items)})"
+    of_all = "" if len(items) == len(present) else f" (of {len(present)})"
+    committed = "without a manifest"
+    if manifest is not None:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.committed_at_s))
+        committed = f"committed {at} by nostall {manifest.version}"
     summary = [
         f"{counted(tensors, 'tensor')}, {counted(len(items) - tensors, 'object')}{of_all}",
         f"{format_size(nbytes)} in {counted(len(files), 'file')}",
-        "without a manifest",
+        committed,
+        *([f"metrics {format_metrics(metrics)}"] if metrics else []),
     ]
-    if manifest is not None:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.committed_at_s))
-        summary[-1] = f"committed {at} by nostall {manifest.version}"
-    if metrics:
-        summary.append(f"metrics {format_metrics(metrics)}")
     rows = [
         (
             item.name,
             item.dtype,
-            "" if item.shape is None else str(item.shape),
+            item.shape,
             _sharding(item.parts),
             format_size(item.nbytes),
             some(sorted({part["file"] for part in item.parts}), 1),
@@ -145,31 +127,37 @@ def _sharding(parts: Sequence[Mapping[str, Any]]) -> str:
 
 def diff(given: Namespace) -> Answer:
     """Differences of two checkpoints in structure and values: a line for each item that differs."""
-    one, other = open_checkpoint(given.a), open_checkpoint(given.b)
-    names = [item.name for item in _chosen({**one.items, **other.items}, given.name)]
-    for checkpoint in (one, other):
-        require_undamaged(checkpoint.path, deep=given.values)
-    found = {}
-    for name in names:
-        forms = [each.items[name].form for each in (one, other) if name in each.items]
-        if len(forms) < 2:
-            found[name] = ("only in A" if name in one.items else "only in B", forms[0])
-        elif forms[0] != forms[1]:
-            found[name] = ("structure", " -> ".join(forms))
-    if given.values:
-        for name, what in _values(one, other, [name for name in names if name not in found]):
-            found[name] = ("values", what)
-    plain = [
-        {"name": name, "where": found[name][0], "what": found[name][1]}
-        for name in names
-        if name in found
-    ]
+    (one, *_), (other, *_) = map(open_checkpoint, (given.a, given.b))
+    chosen = _chosen({**one, **other}, given.name)
+    for path in (given.a, given.b):
+        if (damage := damage_of(path, deep=given.values)) is not None:
+            raise damage
+    plain: list[dict[str, str]] = []
+    what: str | None
+    done_nbytes = 0
+    with progress("comparing") as report:
+        for name in (item.name for item in chosen):
+            items = [each[name] for each in (one, other) if name in each]
+            forms = [item.form for item in items]
+            if len(items) < 2:
+                where, what = "only in A" if name in one else "only in B", forms[0]
+            elif forms[0] != forms[1]:
+                where, what = "structure", " -> ".join(forms)
+            elif given.values:
+                values = map(_value_of, (given.a, given.b), items)
+                where, what = "values", _difference(*values)
+                done_nbytes += items[0].nbytes
+                report(done_nbytes, sum(item.nbytes for item in chosen))
+            else:
+                continue
+            if what:
+                plain.append({"name": name, "where": where, "what": what})
     lines = [f"{_SIGNS[each['where']]} {each['name']}: {each['what']}" for each in plain]
     compared = "names, dtypes, shapes" + (" and values" if given.values else "")
-    differ = "1 differs" if len(found) == 1 else f"{len(found)} differ"
+    differ = "1 differs" if len(plain) == 1 else f"{len(plain)} differ"
     rest = "" if given.values else "; values were not compared (--values does)"
-    lines.append(f"{counted(len(names), 'item')} compared by {compared}: {differ}{rest}")
-    return Answer(plain, lines, Status.FAILED if found else Status.FINE)
+    lines.append(f"{counted(len(chosen), 'item')} compared by {compared}: {differ}{rest}")
+    return Answer(plain, lines, Status.FAILED if plain else Status.FINE)
 
 
 def _chosen(items: Mapping[str, Item], patterns: Sequence[str]) -> list[Item]:
@@ -190,29 +178,10 @@ def _chosen(items: Mapping[str, Item], patterns: Sequence[str]) -> list[Item]:
     return [items[name] for name in matching]
 
 
-def _values(one: Checkpoint, other: Checkpoint, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names of items whose values differ, and how they do."""
-    ends = list(accumulate(one.items[name].nbytes for name in names))
-    with progress("comparing") as report:
-        for name, done in zip(names, ends, strict=True):
-            left, right = (_value_of(each.path, each.items[name]) for each in (one, other))
-            what = None
-            if one.items[name].shape is not None:
-                what = difference(left, right)
-            elif left != right:
-                what = "the stored objects have other bytes"
-            if what is not None and name.startswith(_OF_MANAGER):
-                what = (
-                    "what a CheckpointManager has recorded differs: times and metrics of the step,"
-                    " or generators and extra of a rank"
-                )
-            if what is not None:
-                yield name, what
-            report(done, ends[-1])
-
-
-def difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
-    """How two tensors of the same dtype and shape differ; ``None`` if all bits are equal."""
+def _difference(one: Any, other: Any) -> str | None:
+    """How two tensors of one dtype and shape, or two stored objects, differ, if they do at all."""
+    if isinstance(one, bytearray):
+        return None if one == other else "the stored objects have other bytes"
     different, largest = 0, 0.0
     wide = torch.complex128 if one.is_complex() else torch.float64
     pieces = (each.reshape(-1).split(_COMPARED_AT_A_TIME) for each in (one, other))
@@ -237,8 +206,8 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> str | None:
 # --- opening and reading --------------------------------------------------------------------------
 
 
-def open_checkpoint(path: str) -> Checkpoint:
-    """The description of a committed checkpoint: its items, each with a place in a file of it."""
+def open_checkpoint(path: str) -> tuple[dict[str, Item], Metadata, Manifest | None]:
+    """The items of a committed checkpoint, each with a place in a file of it, by name."""
     files = storage_at(path)
     where = files.where(METADATA_NAME)
     try:
@@ -251,8 +220,7 @@ def open_checkpoint(path: str) -> Checkpoint:
     metadata = load_metadata(pickled, path=where)
     extents_of(metadata, path=where)  # refuses files outside the directory
     items = [_item(key, metadata, where) for key in metadata.state_dict_metadata]
-    by_name = {item.name: item for item in items}
-    return Checkpoint(path=path, metadata=metadata, manifest=manifest, items=by_name)
+    return {item.name: item for item in items}, metadata, manifest
 
 
 def _item(key: Any, metadata: Metadata, path: str) -> Item:
@@ -281,18 +249,17 @@ def _item(key: Any, metadata: Metadata, path: str) -> Item:
     )
 
 
-def require_undamaged(path: str, *, deep: bool) -> None:
-    """Require files of the right sizes, and if ``deep`` that every byte is as it was written.
+def damage_of(path: str, *, deep: bool = False) -> DamagedCheckpointError | None:
+    """The error of a checkpoint whose files have other sizes, or if ``deep`` other bytes.
 
     What is converted gets new checksums, so damage could not be found later.
     """
-    why = why_damaged(path)
-    if deep and why is None:
-        with progress("verifying") as report:
-            why = why_damaged(path, deep=True, progress=report)
-    if why is not None:
-        hint = f"`nostall verify {path}` lists all damage"
-        raise DamagedCheckpointError(f"the checkpoint is damaged: {why}", path=path, hint=hint)
+    with progress("verifying") as report:
+        why = why_damaged(path, deep=deep, progress=report)
+    if why is None:
+        return None
+    hint = f"`nostall verify {path}` lists all damage"
+    return DamagedCheckpointError(f"the checkpoint is damaged: {why}", path=path, hint=hint)
 
 
 def require_covered(item: Item, path: str) -> None:

@@ -12,6 +12,7 @@ import stat
 import time
 import zipfile
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
@@ -114,21 +115,18 @@ class Listed:
 
 def ls(given: Namespace) -> Answer:
     """A row per checkpoint, the oldest first."""
-    root = given.root
-    found = list_checkpoints(root)
+    listed: Sequence[Listed | None] = list_checkpoints(given.root)
+    listed = listed or [look_at(place_of(given.root))]
+    found = [replace(each, metrics=metrics_of(each.path)) for each in listed if each is not None]
     if not found:
-        itself = look_at(place_of(root))
-        if itself is None:
-            raise NotThere(f"{root}: no checkpoint directories in it")
-        found = [itself]
-    found = [replace(each, metrics=metrics_of(each.path)) for each in found]
+        raise NotThere(f"{given.root}: no checkpoint directories in it")
     has_metrics = any(each.metrics for each in found)
     now_s = time.time()
     rows = [
         (
-            "" if each.step is None else str(each.step),
+            each.step,
             format_size(each.nbytes),
-            str(each.files),
+            each.files,
             format_age(now_s - each.at_s),
             each.state.value,
             *([format_metrics(each.metrics)] if has_metrics else []),
@@ -137,10 +135,7 @@ def ls(given: Namespace) -> Answer:
         for each in found
     ]
     columns = f">step >size >files >age state {'metrics ' if has_metrics else ''}name"
-    plain = [
-        {**asdict(each), "step": each.step, "metrics": plain_metrics(each.metrics)}
-        for each in found
-    ]
+    plain = [{**asdict(e), "step": e.step, "metrics": plain_metrics(e.metrics)} for e in found]
     return Answer(plain, table(columns, rows))
 
 

@@ -74,15 +74,15 @@ def print_error(error: Exception | str) -> None:
     print(f"nostall: {printable(' '.join(text.split()))}", file=sys.stderr)
 
 
-def table(columns: str, rows: Iterable[Sequence[str]]) -> list[str]:
+def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
     """Lines of columns under their headings, or none without rows.
 
     Args:
         columns: The headings, separated by spaces; ``>`` before one aligns its column right.
-        rows: The cells.
+        rows: The cells; ``None`` is an empty one.
     """
     headings = columns.split()
-    cells = [[printable(cell) for cell in row] for row in rows]
+    cells = [["" if each is None else printable(str(each)) for each in row] for row in rows]
     lines = [[heading.lstrip(">") for heading in headings], *cells]
     formats = [
         f"{'>' if heading.startswith('>') else '<'}{max(map(len, column))}"

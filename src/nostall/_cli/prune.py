@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from argparse import ArgumentTypeError, Namespace
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 
@@ -29,10 +28,13 @@ from nostall.tier._local import RECORD
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BEST = re.compile(r"(\d+):(.+?)(?::(min|max))?")
-_USAGE = (
-    "write latest=3, best=2:loss, best=2:accuracy:max, every=1000 (steps) or every=6h (s, m, h or"
-    " d), separated by commas"
+POLICIES = (
+    "latest=3: the 3 highest steps; best=2:loss, or best=2:loss:max: the 2 steps with the lowest or"
+    " highest value of a metric saved by a CheckpointManager; every=1000: steps that are multiples"
+    " of 1000; every=6h: one in 6 hours (s, m, h, d); separated by commas, any of them keeps a"
+    " checkpoint"
 )
+"""The form of ``--keep``, by examples."""
 
 
 def prune(given: Namespace) -> Answer:
@@ -50,25 +52,19 @@ def prune(given: Namespace) -> Answer:
     failed = _remove(removable, _newest_complete(checkpoints)) if deletes else []
     gone = [each for each in removable if each.path not in failed]
 
+    done = "removed" if deletes else "would_remove"
     actions = dict.fromkeys(kept, "keep") | dict.fromkeys(failed, "failed")
+    rest = "removed" if deletes else "remove"
     rows = [
-        (
-            "" if each.step is None else str(each.step),
-            format_size(each.nbytes),
-            actions.get(each.path, "removed" if deletes else "remove"),
-            kept.get(each.path, ""),
-            each.name,
-        )
-        for each in checkpoints
+        (e.step, format_size(e.nbytes), actions.get(e.path, rest), kept.get(e.path), e.name)
+        for e in checkpoints
     ]
     total = f"{counted(len(gone), 'checkpoint')}, {format_size(sum(e.nbytes for e in gone))}"
+    summary = f"would remove {total}; nothing is removed without --delete"
     if not removable:
         summary = "nothing to remove"
     elif deletes:
         summary = f"removed {total}"
-    else:
-        summary = f"would remove {total}; nothing is removed without --delete"
-    done = "removed" if deletes else "would_remove"
     return Answer(
         {"kept": kept, done: [each.path for each in gone], "failed": failed},
         [*table(">step >size action why name", rows), summary],
@@ -97,7 +93,7 @@ def _policy(text: str) -> Policy:
             return KeepEvery(seconds=int(value[:-1]) * _UNITS_S[value[-1]])
         if kind == "every":
             return KeepEvery(steps=int(value))
-    raise ArgumentTypeError(f"{text!r} is not a policy; {_USAGE}")
+    raise ArgumentTypeError(f"{text!r} is not a policy; write {POLICIES}")
 
 
 def reasons(checkpoints: Iterable[Listed], policies: Mapping[str, Policy]) -> dict[str, str]:
@@ -112,18 +108,16 @@ def reasons(checkpoints: Iterable[Listed], policies: Mapping[str, Policy]) -> di
     # Of two checkpoints of one step, the later one says when the step was committed.
     in_order = sorted(checkpoints, key=lambda each: each.order)
     by_step = {each.step: each for each in in_order if each.step is not None}
-    metrics = defaultdict[int, Mapping[str, float]](dict)
-    if any(policy.reads_metrics for policy in policies.values()):
-        from nostall._manager.contents import read_about
+    records = []
+    for step, each in sorted(by_step.items()):
+        about = None
+        if any(policy.reads_metrics for policy in policies.values()):
+            from nostall._manager.contents import read_about
 
-        for step, each in by_step.items():
             with suppress(FileNotFoundError):  # removed meanwhile
                 about = read_about(each.path)
-                metrics[step] = {} if about is None else about.metrics
-    records = [
-        StepRecord(step=step, committed_at_s=each.at_s, metrics=metrics[step])
-        for step, each in sorted(by_step.items())
-    ]
+        metrics = {} if about is None else about.metrics
+        records.append(StepRecord(step=step, committed_at_s=each.at_s, metrics=metrics))
     unseen = unseen_metrics(policies.values(), records)
     if unseen and records:
         has = sorted(metrics_in(records))
