@@ -420,7 +420,7 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """The committed steps in ascending order, as this rank sees them now."""
-        return self._steps.look(self._steps.committed)
+        return list(self._steps.look(self._steps.committed))
 
     def latest_step(self) -> int | None:
         """The highest committed step, as this rank sees it now; ``None`` without any."""
@@ -561,5 +561,5 @@ def _interval_of(save_every: int | timedelta | None) -> int | timedelta | None:
     try:
         return require_integer("save_every", save_every, at_least=1)
     except OptionError as error:
-        hint = f"{error.hint}; or a time, such as datetime.timedelta(minutes=10)"
-        raise OptionError(error.message, hint=hint) from None
+        error.hint = f"{error.hint}; or a time, such as datetime.timedelta(minutes=10)"
+        raise

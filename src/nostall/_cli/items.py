@@ -34,7 +34,7 @@ from nostall._commit.metadata import extents_of, load_metadata
 from nostall._model.names import METADATA_NAME
 from nostall._model.wording import counted, some
 from nostall._storage.locations import storage_at
-from nostall._storage.port import open_to_read, read_metadata
+from nostall._storage.port import open_to_read, part_as_stream, read_metadata
 from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.integrity import why_damaged
 from nostall.loading import load
@@ -180,7 +180,7 @@ def _chosen(items: Mapping[str, Item], patterns: Sequence[str]) -> list[Item]:
 
 def _difference(one: Any, other: Any) -> str | None:
     """How two tensors of one dtype and shape, or two stored objects, differ, if they do at all."""
-    if isinstance(one, bytearray):
+    if isinstance(one, bytes):
         return None if one == other else "the stored objects have other bytes"
     different, largest = 0, 0.0
     wide = torch.complex128 if one.is_complex() else torch.float64
@@ -272,10 +272,8 @@ def _value_of(path: str, item: Item) -> Any:
     """A tensor, whatever its parts; or an object as the bytes that are stored."""
     if item.shape is None:
         (part,) = item.parts
-        content = bytearray(part["nbytes"])
         with closing(storage_at(path).open(part["file"])) as source:
-            source.read_into(part["offset"], memoryview(content))
-        return content
+            return part_as_stream(source, part["offset"], part["nbytes"]).read()
     require_covered(item, path)
     try:
         tensor = torch.empty(item.shape, dtype=getattr(torch, item.dtype))

@@ -30,12 +30,7 @@ from nostall._cli.output import (
     progress,
     table,
 )
-from nostall._commit.committed import (
-    Order,
-    committed_latest_first,
-    directories_in,
-    found_instead,
-)
+from nostall._commit.committed import Order, committed_latest_first, directories_in, found_instead
 from nostall._commit.index import parsed as parsed_index
 from nostall._commit.manifest import index_alone, manifest_alone
 from nostall._model.names import (
@@ -160,14 +155,12 @@ def verify(given: Namespace) -> Answer:
     path = given.path
     paths, is_root = [path], not may_have(storage_at(path), METADATA_NAME)
     if is_root:
-        left_out = State.UNFINISHED, State.PER_RANK
-        listed = list_checkpoints(path)
-        paths = [each.path for each in listed if not each.link and each.state not in left_out]
+        paths = [each.path for each in list_checkpoints(path) if not each.link]
     found = []
     for each in paths:
         with progress(f"verifying {os.path.basename(each)}") as report:
             found.append(verification(each, progress=report))
-    found = [each for each in found if each.state is not Found.NOT_THERE]  # removed meanwhile
+    found = [each for each in found if each.state is not Found.NOT_THERE]  # or not committed
     if not found:
         raise NotThere(f"{path}: no checkpoint was committed here{found_instead(path)}")
     states = {each.state for each in found}
@@ -290,7 +283,7 @@ def look_at(path: str, *, deep: bool = False) -> Listed | None:
         name=os.path.basename(path),
         state=state,
         nbytes=sum(each.nbytes for each in stats.values()),
-        files=len(list(filter(is_ours_to_remove, names)) if manifest is None else manifest.files),
+        files=sum(map(is_ours_to_remove, names)),
         at_s=at_s if manifest is None else manifest.committed_at_s,
         manifest=manifest is not None,
         link=link,

@@ -14,19 +14,15 @@ from nostall.errors import NostallError
 
 
 class Status(IntEnum):
-    """Exit statuses; ``docs/cli.md`` lists them."""
+    """Exit statuses, as ``docs/cli.md`` explains them; the last two are those of a shell."""
 
     FINE = 0
     FAILED = 1
-    """Damaged, different, or an operation failed."""
     WRONG_ARGUMENTS = 2
     NOT_THERE = 3
     NOT_UNDERSTOOD = 4
-    """The metadata has parts that this nostall and this torch do not know."""
     INTERRUPTED = 130
-    """The status by which a shell reports SIGINT."""
     PIPE_CLOSED = 141
-    """The status by which a shell reports SIGPIPE."""
 
 
 class NotThere(Exception):

@@ -51,7 +51,7 @@ _log = logging.getLogger("nostall")
 ABOUT = "nostall.about"
 _RESERVED = "nostall"
 _PADDING_NBYTES = 4096
-_FORMAT, _READABLE = 3, (2, 3)
+_FORMAT = 3
 
 
 class PerRank:
@@ -273,7 +273,7 @@ def read_about(directory: str) -> About | None:
         CachedMetadataFileSystemReader.clear_metadata_cache(directory)
     try:
         plain = json.loads(content)
-        if plain["format"] in _READABLE:
+        if plain["format"] == _FORMAT:
             metrics = {str(name): float(value) for name, value in plain["metrics"].items()}
             return About(step=int(plain["step"]), metrics=metrics)
     except Exception as error:  # the bytes may be anything
@@ -386,7 +386,7 @@ class Restoration:
     ) -> torch.Tensor:
         """The tensor of an exact object to load an item into: the present one, or a new one."""
         size, dtype = entry.size, entry.properties.dtype
-        known: Placements | None = self._own.get("placements")  # none in steps of format 2
+        known: Placements | None = self._own["placements"]
         if (
             isinstance(present, torch.Tensor)
             and present.dtype == dtype
@@ -440,17 +440,10 @@ class Restoration:
 
         If an object refuses what was saved, objects before it have been changed.
         """
-        restored = {
-            key: _unpickled(
-                self._exact[key],
-                f"the object {key!r} of step {self._about.step}",
-                self._path,
-                self._items,
-            )
-            if key in self._exact
-            else self._items[key]
-            for key in self._state
-        }
+        restored: dict[str, Any] = {key: self._items.get(key) for key in self._state}
+        for key in [key for key in restored if key in self._exact]:
+            what = f"the object {key!r} of step {self._about.step}"
+            restored[key] = _unpickled(self._exact[key], what, self._path, self._items)
         for key, value in list(self._state.items()):
             target = value.stateful if isinstance(value, PerRank) else value
             if isinstance(target, Stateful):

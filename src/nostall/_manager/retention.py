@@ -63,8 +63,7 @@ class Retention:
         Without their files they have no metrics, and the time of the metadata file, which a copy of
         the step does not have.
         """
-        times = [(step, self._steps.committed_at_s(step)) for step in self._steps.listed()]
-        found = [(step, at_s) for step, at_s in times if at_s is not None]
+        found = self._steps.committed().items()
         if not with_files:
             return [StepRecord(step=step, committed_at_s=at_s) for step, at_s in found]
         known = self._known  # another thread may replace it

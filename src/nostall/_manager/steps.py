@@ -77,8 +77,7 @@ class StepDirectories:
             ReadError: Storage refuses to answer.
             SaveTimeoutError: It does not answer within ``EngineOptions.save_timeout_s``.
         """
-        timeout_s = default_engine().options.save_timeout_s
-        doing = "looking for steps"
+        timeout_s, doing = default_engine().options.save_timeout_s, "looking for steps"
         try:
             return in_time(find, timeout_s=timeout_s, doing=doing, phase="read", path=self.root)
         except NostallError:
@@ -98,15 +97,15 @@ class StepDirectories:
 
     def listed(self) -> list[int]:
         """All steps that have a directory, committed or not, in ascending order."""
-        try:
+        names: list[str] = []
+        with suppress(FileNotFoundError):
             names = storage_at(self.root).list()
-        except FileNotFoundError:
-            return []
         return sorted(step for name in names if (step := step_of(name)) is not None)
 
-    def committed(self) -> list[int]:
-        """The committed steps, in ascending order."""
-        return [step for step in self.listed() if self.committed_at_s(step) is not None]
+    def committed(self) -> dict[int, float]:
+        """The committed steps, in ascending order, and when each was committed."""
+        times = {step: self.committed_at_s(step) for step in self.listed()}
+        return {step: at_s for step, at_s in times.items() if at_s is not None}
 
     def committed_at_s(self, step: int) -> float | None:
         """When a step was committed; ``None`` if it is not."""
@@ -179,7 +178,7 @@ class StepDirectories:
                     f"step {step} is not committed",
                     phase="read",
                     path=self.path(step),
-                    hint=f"committed steps: {self.look(self.committed)[-5:]}",
+                    hint=f"committed steps: {[*self.look(self.committed)][-5:]}",
                 )
             if later := [each for each in self.look(self.committed) if each > step]:
                 _log.warning(
@@ -214,41 +213,31 @@ class StepDirectories:
         """The description of a step; ``None`` if it is not committed. Held before this looks."""
         path = self.path(step)
 
+        def require_undamaged(*, deep: bool) -> None:
+            if (why := why_damaged(path, deep=deep)) is not None:
+                hint = f"`nostall verify {path}` lists all damage; restore another step"
+                what = f"the step is damaged: {why}"
+                raise DamagedCheckpointError(what, phase="read", path=path, hint=hint)
+
         def describe() -> About | None:
             is_held = hold.enter_context(held(path))
             if not is_held or self.committed_at_s(step) is None:
                 return None
-            _require_undamaged(path, deep=False)
+            require_undamaged(deep=False)
             about = read_about(path)
-            if about is None:
-                raise _refused(
-                    "the step was not saved by a CheckpointManager",
-                    path,
-                    "load it with torch.distributed.checkpoint.load",
-                )
-            if about.step != step:  # a job would go on from there, and find it at each resume
-                raise _refused(
-                    f"the directory was renamed or copied: it holds step {about.step}",
-                    path,
-                    f"rename it to {name_of(about.step)}, unless that exists",
-                )
-            return about
+            if about is not None and about.step == step:
+                return about
+            what = "the step was not saved by a CheckpointManager"
+            hint = "load it with torch.distributed.checkpoint.load"
+            if about is not None:  # a job would go on from there, and find it at each resume
+                what = f"the directory was renamed or copied: it holds step {about.step}"
+                hint = f"rename it to {name_of(about.step)}, unless that exists"
+            raise DamagedCheckpointError(what, phase="read", path=path, hint=hint)
 
         about = self.look(describe)
         if about is not None and deep:
-            _require_undamaged(path, deep=True)
+            require_undamaged(deep=True)
         return about
-
-
-def _require_undamaged(path: str, *, deep: bool) -> None:
-    why = why_damaged(path, deep=deep)
-    if why is not None:
-        hint = f"`nostall verify {path}` lists all damage; restore another step"
-        raise _refused(f"the step is damaged: {why}", path, hint)
-
-
-def _refused(why: str, path: str, hint: str) -> DamagedCheckpointError:
-    return DamagedCheckpointError(why, phase="read", path=path, hint=hint)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
 from typing import NamedTuple
@@ -115,10 +115,10 @@ class Promotion:
         self._status = status
 
     def end(self, failure: Failure | None) -> None:
-        """Record how it ended; the first end counts."""
+        """Record how it ended; once."""
         if failure is not None:
             _log.error("not promoted: path=%s: %s", self.path, failure.message)
-        with uninterrupted(), suppress(InvalidStateError):
+        with uninterrupted():
             self._outcome.set_result(failure)
 
 

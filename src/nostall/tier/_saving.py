@@ -53,24 +53,18 @@ def local_directory(root: str, place: str) -> str:
     """
     name, kind = os.path.basename(place), _file_system_of(root)
     is_top = os.path.dirname(place).rstrip("/") in ("", place.partition("//")[0])
-    is_inside = f"{place}/".startswith(f"{root}/") or f"{root}/".startswith(f"{place}/")
-    refused = {
-        "with local_staging_dir the checkpoint needs a name of its own, without a dot in front": (
-            not is_plain(name) or name.startswith(".") or is_top,
-            "use a path like DIRECTORY/step-100",
-        ),
-        "the checkpoint path is in local_staging_dir, or the other way round": (
-            is_inside,
-            "local_staging_dir is a directory on a local disk, the path is on other storage",
-        ),
-        f"local_staging_dir {root} is in memory or on a network: its file system is {kind}": (
-            kind in _NO_LOCAL_DISKS,
-            "use a directory on a local disk, which outlives the job",
-        ),
-    }
-    for why, (is_refused, hint) in refused.items():
-        if is_refused:
-            raise OptionError(why, path=place, hint=hint)
+    why = hint = None
+    if not is_plain(name) or name.startswith(".") or is_top:
+        why = "with local_staging_dir the checkpoint needs a name of its own without a dot in front"
+        hint = "use a path like DIRECTORY/step-100"
+    elif f"{place}/".startswith(f"{root}/") or f"{root}/".startswith(f"{place}/"):
+        why = "the checkpoint path is in local_staging_dir, or the other way round"
+        hint = "local_staging_dir is a directory on a local disk, the path is on other storage"
+    elif kind in _NO_LOCAL_DISKS:
+        why = f"local_staging_dir {root} is in memory or on a network: its file system is {kind}"
+        hint = "use a directory on a local disk, which outlives the job"
+    if why is not None:
+        raise OptionError(why, path=place, hint=hint)
     return os.path.join(root, name)
 
 
