@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ def _lengths() -> Iterator[dict[str, int]]:
     """Bytes that this rank sends up, and that each gets from the coordinator."""
     seen = {"up": 0, "down": 0}
     gather, broadcast = dist.gather_object, dist.broadcast_object_list
-    scatter, unpickle = dist.scatter_object_list, distributed_c10d._tensor_to_object
+    scatter = dist.scatter_object_list
+    unpickle: Callable[..., Any] = distributed_c10d._tensor_to_object
 
     def gathering(**options: Any) -> Any:
         seen["up"] += len(pickle.dumps(options["obj"]))

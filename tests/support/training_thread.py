@@ -34,13 +34,12 @@ def work_for_saves() -> Iterator[Counter[str]]:
 
         return call
 
-    with (
-        patch.multiple(
-            dist, **{name: counting(name, getattr(dist, name)) for name in _WITH_CONTENT}
-        ),
-        patch.object(commit, "publication_of", counting("pickle", commit.publication_of)),
-        patch.object(commit, "publish", counting("publish", commit.publish)),
-    ):
+    counted = [(dist, name, name) for name in _WITH_CONTENT]
+    counted += [(commit, "publication_of", "pickle"), (commit, "publish", "publish")]
+    with ExitStack() as patched:
+        for module, name, what in counted:
+            original = getattr(module, name)
+            patched.enter_context(patch.object(module, name, counting(what, original)))
         yield done
 
 
