@@ -36,6 +36,7 @@ from nostall._ranks.group import SingleProcess, coordination_for
 from nostall._save.commit import commit_results
 from nostall._save.prepared import Beside, OwnOptions, settings_of
 from nostall._save.rank_save import RankSave, Staging
+from nostall._save.written import WrittenItems, write_results
 from nostall._storage.locations import is_address, is_place, local_tier_of, place_of
 from nostall.options import StagingMode
 from nostall.stats import SaveStats
@@ -355,15 +356,18 @@ class FileSystemWriterAsync(FileSystemWriter):
 
         ``(None, None, [])`` if this rank has nothing to write, or if nothing is planned.
         """
-        split = self._rank_save.to_schedule
-        if split is None:
+        split = self._rank_save.split
+        if split is None or not split.has_to_run:
             return None, None, []
         return split, split.stage, [split.rank, None, queue.SimpleQueue()]
 
     def retrieve_write_results(self) -> list[WriteResult] | _torch.WrappedException:
         """This rank's results, or its failure in DCP's wrapped form. Waits for the report."""
         with uninterrupted():
-            return self._rank_save.retrieve_results()
+            results = self._rank_save.retrieve(write_results)
+        if isinstance(results, tuple):
+            return results
+        return WrittenItems(results or (), self._rank_save.written_files)
 
     @property
     def stats(self) -> SaveStats | None:

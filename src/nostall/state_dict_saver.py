@@ -21,7 +21,6 @@ from nostall._commit.local_plans import matches_loaded
 from nostall._commit.publication import KnownResults
 from nostall._commit.results import RankOutcome, Results, ResultsReference, in_columns, token_of
 from nostall._engine import default_engine
-from nostall._model.values import RankFiles
 from nostall._plan.planner import vouch_for
 from nostall._queue.callers import commits
 from nostall._queue.sigterm import preemption
@@ -31,6 +30,7 @@ from nostall._save.commit import Ending, RankMessage, commit_split_save, decoded
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import CheckpointMetadataCache, SaveSession, plan_save, session_of
+from nostall._save.written import require_written
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 
@@ -124,9 +124,10 @@ def _prepare_to_commit_early(
 ) -> None:
     """Let the save be committed early, if the coordinator already has its results."""
     save, cache, coordination = writer._rank_save, session.cache, coordination_of(session)
-    split, token, identity = save.split, save.results_token, session.save
+    split, identity = save.split, session.save
     if cache is None or split is None or identity is None or session.changed_plan is not None:
         return
+    token = None if split.prepared.known is None else split.prepared.known.token
     if token is None or token != cache.sent_token or save.settings.is_elsewhere:
         return
     records = coordination.records(identity)
@@ -143,9 +144,10 @@ def _prepare_to_commit_early(
         if not split.visit.is_alone():  # of two saves to a directory, the later one has to win
             return None
         if split.has_to_run:
-            split.require_complete()
+            report = split.collect()  # has the names of the files
+            require_written(split.prepared, report)
         outcome = ResultsReference(token=token, files=split.prepared.files)
-        return _message(save, split.written_files, outcome, session).encoded()
+        return _message(save, outcome, session).encoded()
 
     def commit(messages: Sequence[bytes]) -> Ending:
         save = saving()
@@ -165,16 +167,14 @@ def _prepare_to_commit_early(
     )
 
 
-def _message(
-    save: RankSave, written: RankFiles, outcome: RankOutcome, session: SaveSession
-) -> RankMessage:
+def _message(save: RankSave, outcome: RankOutcome, session: SaveSession) -> RankMessage:
     return RankMessage(
         outcome=outcome,
-        written=written,
+        written=save.written_files,
         changed_plan=session.changed_plan,
         save_here=session.save_here,
         counts_alike=session.save is not None,
-        took_s=save.took_s,
+        took_s=save.timeline.took_s(save.state.receipts),
     )
 
 
@@ -199,10 +199,10 @@ def save_state_dict_async_finalize(
 def _finalize(
     writer: FileSystemWriterAsync, metadata: Metadata | None, session: SaveSession
 ) -> None:
-    save = writer._rank_save
-    early = None if save.split is None else save.split.early
-    if save.split is not None and early is not None and early.agreed is not None:
-        save.split.retrieve_nothing()
+    save, split = writer._rank_save, writer._rank_save.split
+    early = None if split is None else split.early
+    if split is not None and early is not None and early.agreed is not None:
+        split.is_retrieved = True  # nobody will ask for its results
         _end(save, session, early.agreed)
         return
     if not session.ranks.is_of(session):
@@ -212,7 +212,8 @@ def _finalize(
     try:
         ending = _commit_together(writer, metadata, session, outcome)
     except BaseException:  # passed on; other ranks may be lost
-        save.end(committed=False)
+        if split is not None:
+            split.end(committed=False)
         raise
     _end(save, session, ending)
 
@@ -224,19 +225,22 @@ def _end_without_the_others(save: RankSave, session: SaveSession) -> None:
         RankLostError: It is not committed, or may be.
         SaveTimeoutError: Storage does not say whether it is.
     """
-    failure = save.retrieve_failure()
-    early = None if save.split is None else save.split.early
+    has_failed = isinstance(save.retrieve(require_written), tuple)
+    split = save.split
+    early = None if split is None else split.early
     ending = None if early is None else early.finish()  # known on the coordinator
     try:
-        if ending is None and failure is None and save.is_named():
+        if ending is None and not has_failed and save.is_named():
             ending = Ending(failures={}, published=True, changed=True)
     except SaveTimeoutError:  # passed on; the files may be those of a checkpoint
-        save.end(committed=False)
+        if split is not None:
+            split.end(committed=False)
         raise
     if ending is not None:
         _end(save, session, ending)
         return
-    save.discard(is_certain=False)
+    if split is not None:
+        split.discard()
     raise session.ranks.lost(
         save.settings.directory,
         hint="finalise saves, or close the queue, before destroy_process_group()",
@@ -245,23 +249,36 @@ def _end_without_the_others(save: RankSave, session: SaveSession) -> None:
 
 def _end(save: RankSave, session: SaveSession, ending: Ending) -> None:
     """End a save as the coordinator says; raises its failures."""
-    cache, is_coordinator = session.cache, session.is_coordinator
+    cache, split, is_coordinator = session.cache, save.split, session.is_coordinator
     try:
         if cache is not None:
-            cache.note_finalised(save.split)
+            cache.note_finalised(split)
             if ending.changed:
                 cache.forget()
             elif ending.series is not None:
                 cache.begin_series(ending.series)
-        if ending.failures and not ending.published:
-            save.discard(is_certain=True)
+        if split is not None and ending.failures and not ending.published:
+            split.discard(is_certain=True)
     finally:
-        save.end(committed=not ending.failures)
+        if split is not None:
+            split.end(committed=not ending.failures)
     save.slowest_rank = ending.slowest_rank
     if ending.failures:
         raise exception_for(ending.failures, step="write", on_coordinator=is_coordinator)
-    if is_coordinator:
-        _log_committed(save)
+    stats = save.stats if is_coordinator and _log.isEnabledFor(logging.INFO) else None
+    if stats is not None:
+        _log.info(
+            "committed: path=%s rank=%d bytes=%d files=%d"
+            " staged=%.3fs written=%.3fs commit=%.3fs slowest_rank=%s",
+            stats.path,
+            stats.rank,
+            stats.nbytes,
+            stats.files,
+            stats.stage_s,
+            stats.written_s,
+            stats.commit_s,
+            stats.slowest_rank,
+        )
 
 
 def _commit_together(
@@ -272,7 +289,7 @@ def _commit_together(
 ) -> Ending:
     """Commit with the messages of all ranks, unless it was tried early."""
     save, cache, coordination = writer._rank_save, session.cache, coordination_of(session)
-    message, ending = _message(save, save.written_files, outcome, session), None
+    message, ending = _message(save, outcome, session), None
     with save.timeline.measure("commit"):
         is_alone = coordination.world_size == 1  # its message keeps the causes of errors
         messages = coordination.gather(message if is_alone else message.encoded())
@@ -296,34 +313,19 @@ def _outcome_of(
     writer: FileSystemWriterAsync, cache: CheckpointMetadataCache | None
 ) -> RankOutcome:
     """This rank's outcome; results that the coordinator already has are not sent again."""
-    save = writer._rank_save
-    token = None if cache is None else save.results_token
-    if cache is not None and token is not None and token == cache.sent_token:
-        failure = save.retrieve_failure()
-        if failure is not None:
+    split = writer._rank_save.split
+    known = None if split is None or cache is None else split.prepared.known
+    token = None if known is None else known.token
+    if split is not None and cache is not None and token is not None and token == cache.sent_token:
+        failure = writer._rank_save.retrieve(require_written)
+        if isinstance(failure, tuple):
             return sendable(failure)
-        return ResultsReference(token=token, files=save.file_names)
+        return ResultsReference(token=token, files=split.prepared.files)
     results = writer.retrieve_write_results()
     if isinstance(results, list):
-        return Results(items=in_columns(results), files=save.file_names, token=token)
+        files = () if split is None else split.prepared.files
+        return Results(items=in_columns(results), files=files, token=token)
     return sendable(results)
-
-
-def _log_committed(save: RankSave) -> None:
-    stats = save.stats if _log.isEnabledFor(logging.INFO) else None
-    if stats is not None:
-        _log.info(
-            "committed: path=%s rank=%d bytes=%d files=%d"
-            " staged=%.3fs written=%.3fs commit=%.3fs slowest_rank=%s",
-            stats.path,
-            stats.rank,
-            stats.nbytes,
-            stats.files,
-            stats.stage_s,
-            stats.written_s,
-            stats.commit_s,
-            stats.slowest_rank,
-        )
 
 
 def verify_global_md_reuse(

@@ -202,7 +202,7 @@ class _FileSave(BackgroundSave):
                     path=self._path,
                     hint="storage hangs, or EngineOptions.save_timeout_s is too short",
                 )
-            if self.is_given_up:
+            if self.progress.is_over:
                 raise SaveAbortedError("the save was aborted", phase="commit", path=self._path)
             _keep_mode_and_owner(temporary, of=self._path)
             identity = identity_of(temporary)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._engine import reset
-from nostall._save.rank_save import RankSave
+from nostall._save.split_save import SplitSave
 from nostall._storage import directories, posix
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import NotDurableError, SaveTimeoutError
@@ -91,15 +91,15 @@ def test_a_commit_right_after_another_one_leaves_no_file_of_it(tmp_path: Path) -
     schedule(second, path, small_state(2))
     written(first)
     written(second)
-    published, go_on, end = threading.Event(), threading.Event(), RankSave.end
+    published, go_on, end = threading.Event(), threading.Event(), SplitSave.end
 
-    def end_late(self: RankSave, *, committed: bool) -> None:
+    def end_late(self: SplitSave, *, committed: bool) -> None:
         published.set()
         assert go_on.wait(60)
         end(self, committed=committed)
 
     with ThreadPoolExecutor(1) as pool:
-        with patch.object(RankSave, "end", end_late):
+        with patch.object(SplitSave, "end", end_late):
             finalizing = pool.submit(first.wait)
             assert published.wait(60)
         second.wait()

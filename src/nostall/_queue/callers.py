@@ -17,7 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -28,12 +28,9 @@ from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
 from nostall._ranks.failures import error_of, failure_of, raise_everywhere
 from nostall._ranks.group import are_same_ranks, coordination_for
 from nostall._save.early_commit import EarlyCommit
-from nostall._save.split_save import BackgroundSave
+from nostall._save.split_save import BackgroundSave, SplitSave
 from nostall.errors import OptionError, RankMismatchError, SaveTimeoutError
 from nostall.options import EngineOptions
-
-if TYPE_CHECKING:
-    from nostall._save.rank_save import RankSave
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -187,10 +184,16 @@ class AsyncRequest(NamedTuple):
         if first is None:
             return None
         writer, _, wrapper = first
-        save: RankSave = writer._rank_save
-        if save.to_schedule is not self.async_fn or not are_same_ranks(wrapper.group, group):
+        split: SplitSave | None = writer._rank_save.split
+        if split is None or split.early is None or not are_same_ranks(wrapper.group, group):
             return None
-        return save.allow_early_commit()
+        if self.async_fn is not (split if split.has_to_run else None):
+            return None
+        split.early.is_allowed = True
+        if not split.has_to_run:
+            split.was_started = True  # no snapshot is scheduled
+            split.early.begin()
+        return split.early
 
     def freeze(self) -> AsyncRequest:
         """A copy of the request, closed to further finalize functions."""

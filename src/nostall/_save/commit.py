@@ -235,8 +235,8 @@ def commit_results(
         WriteError: The metadata could not be published.
     """
     written = [getattr(of_rank, "written", None) for of_rank in results]
-    plan, settings = save.named_plan, save.settings
-    if save.visit is not None and save.visit.is_removed:
+    plan, settings, visit = save.named_plan, save.settings, save.state.visit
+    if visit is not None and visit.is_removed:
         raise SaveError(
             "the files of this save were removed: its commit failed, or a later save to the"
             " directory replaced it",
@@ -255,13 +255,14 @@ def commit_results(
         is_committed = True
     except Exception as error:  # passed on; files that nothing refers to go
         if not is_published or is_unpublished(error):
-            if save.visit is not None:
-                save.visit.is_removed = True
+            if visit is not None:
+                visit.is_removed = True
             names = [_files_in(of_rank) for of_rank in results]
             remove_unpublished(settings.metadata_path, names, written)
         raise
     finally:
-        save.end(committed=is_committed)
+        if save.split is not None:
+            save.split.end(committed=is_committed)
         if plan is not None:
             plan.is_committed |= is_committed
             plan.has_failed = not is_committed

@@ -93,7 +93,9 @@ class EarlyCommit:
         self._commit = commit
         self._timeout_s = timeout_s
         self._ending: Ending | None = None
-        self._is_allowed = self._is_offered = self._is_claimed = False
+        self.is_allowed = False
+        """Whether the save may be committed early; set before :meth:`begin`."""
+        self._is_offered = self._is_claimed = False
         self._stopped = threading.Event()
         self._over: Future[None] | None = None
         """Done when the thread has ended; ``None`` before it was started."""
@@ -104,7 +106,7 @@ class EarlyCommit:
     @property
     def identity(self) -> int:
         """A number that all ranks share which commit this save early; 0 for none."""
-        return self._identity if self._is_allowed else 0
+        return self._identity if self.is_allowed else 0
 
     @property
     def is_committing(self) -> bool:
@@ -124,33 +126,29 @@ class EarlyCommit:
 
     # --- the commit -----------------------------------------------------------------------------
 
-    def allow(self) -> None:
-        """Let the save be committed early. Before :meth:`begin`."""
-        self._is_allowed = True
-
     def begin(self) -> None:
         """Begin, as this rank's files are written; returns at once.
 
         Once, and only if it is allowed.
         """
-        if not self._is_allowed or self._over is not None:
+        if not self.is_allowed or self._over is not None:
             return
         over: Future[None] = Future()
         self._over = over
         try:
             spawn_in_torch("nostall-early", partial(self._run, over))
         except RuntimeError:  # the interpreter is ending, or no thread can be started
-            self._is_allowed = False
+            self.is_allowed = False
             over.set_result(None)
 
     def _run(self, over: Future[None]) -> None:
         try:
             self._retired.remove()
-            self._is_allowed = self._offer()
-            if self._is_allowed and self._commit is not None:
+            self.is_allowed = self._offer()
+            if self.is_allowed and self._commit is not None:
                 self._commit_when_all_have(self._commit)
         except Exception as error:  # finalising does it
-            self._is_allowed = False
+            self.is_allowed = False
             _log.debug("the save is not committed early: %s", error, exc_info=True)
         finally:
             over.set_result(None)

@@ -91,11 +91,11 @@ def publish(
             hangs; nothing is published.
         NotDurableError: Storage hangs, and the metadata may be published.
     """
-    engine, settings, visit = default_engine(), save.settings, save.visit
+    engine, settings, visit = default_engine(), save.settings, save.state.visit
     path, timeout_s = settings.metadata_path, engine.options.save_timeout_s
     directory, name = os.path.split(path)
     storage = storage_at(directory, sync=settings.options.sync_files)
-    mine = save.receipts[:1] if settings.stream is None else ()
+    mine = save.state.receipts[:1] if settings.stream is None else ()
     is_stocks_object = metadata.storage_data is None
     point = _PointOfNoReturn(Faults(engine.faults).at)
 

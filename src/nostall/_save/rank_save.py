@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
 from nostall._engine import Engine, default_engine
@@ -30,7 +29,6 @@ from nostall._plan.structure import OPENERS
 from nostall._ranks.group import Coordination, Membership
 from nostall._save.by_name.planner import SavePlanner
 from nostall._save.by_name.plans import NamedGlobalPlan
-from nostall._save.early_commit import EarlyCommit
 from nostall._save.prepared import (
     KnownSave,
     PreparedSave,
@@ -66,12 +64,17 @@ T = TypeVar("T")
 class Unplanned:
     """Nothing is planned yet."""
 
+    visit: None = None
+    receipts: tuple[()] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class Failed:
     """This rank could not plan; the other ranks learn it when the save is finalised."""
 
     error: NostallError
+    visit: None = None
+    receipts: tuple[()] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,7 @@ class RankSave:
         self.staged_for_next: Staging | None = None
         """The staging of this save, for the one that the writer's ``reset`` begins:
         ``dcp.async_save`` resets the writer between staging and writing."""
-        self._state: Unplanned | Failed | SplitSave | Written = Unplanned()
+        self.state: Unplanned | Failed | SplitSave | Written = Unplanned()
         self.slowest_rank: int | None = None
         """The rank whose files were durable last, once it is known."""
         self._may_replace: bool | None = None
@@ -150,7 +153,7 @@ class RankSave:
         Raises:
             StagingError: An item could not be resolved.
         """
-        self._state = SplitSave(self._prepared(plan, resolver))
+        self.state = SplitSave(self._prepared(plan, resolver))
 
     def prepare_known(
         self,
@@ -166,7 +169,7 @@ class RankSave:
         # Looked up a moment ago on the coordinator: one thread for storage less.
         with self._target(known.share.plan, replaces=self._may_replace) as target:
             prepared = prepare_known(known, sources, target=target, engine=default_engine())
-            self._state = SplitSave(prepared)
+            self.state = SplitSave(prepared)
 
     def learn(
         self,
@@ -201,7 +204,7 @@ class RankSave:
 
     def fail_later(self, error: NostallError) -> None:
         """Record that planning failed on this rank; reported when the save is finalised."""
-        self._state = Failed(error)
+        self.state = Failed(error)
 
     def write_now(self, plan: SavePlan, resolver: Resolver) -> WrittenItems:
         """Plan and write this rank's share while the caller waits.
@@ -223,7 +226,7 @@ class RankSave:
             raise
         prepared.target.progress.to(State.WRITTEN)
         receipts = report.receipts if isinstance(report, RankWritten) else ()
-        self._state = Written(visit=visit, receipts=receipts)
+        self.state = Written(visit=visit, receipts=receipts)
         return written_items(results, written_files(prepared, report), prepared, sent_token)
 
     def _prepared_by_name(
@@ -287,7 +290,7 @@ class RankSave:
         Raises:
             SaveTimeoutError: The copy is not complete after ``timeout`` seconds.
         """
-        staging, state = self._staging, self._state  # the thread that saves replaces them
+        staging, state = self._staging, self.state  # the thread that saves replaces them
         if staging is not None and staging.fence is not None:
             staging.fence.wait(timeout)
         if isinstance(state, SplitSave):
@@ -298,13 +301,7 @@ class RankSave:
     @property
     def split(self) -> SplitSave | None:
         """The planned split save, if it is one."""
-        return self._state if isinstance(self._state, SplitSave) else None
-
-    @property
-    def to_schedule(self) -> SplitSave | None:
-        """The save that a framework schedules; ``None`` if this rank has nothing to write."""
-        state = self._state
-        return state if isinstance(state, SplitSave) and state.has_to_run else None
+        return self.state if isinstance(self.state, SplitSave) else None
 
     def require_over(self) -> None:
         """Refuse another save of the writer until the results of this one are collected.
@@ -312,48 +309,40 @@ class RankSave:
         Raises:
             OptionError: This split save is not finalised yet.
         """
-        if isinstance(self._state, SplitSave) and self._state.pending:
+        split = self.split
+        if split is None or not split.has_to_run or split.prepared.planned.sources:
+            return  # no snapshot was taken
+        if not split.is_retrieved and split.failure() is None:
             raise OptionError(
                 "this writer's last save is not finalised yet",
                 path=self.settings.directory,
                 hint="make a new writer for every checkpoint; writers share memory and processes",
             )
 
-    def retrieve_results(self) -> list[WriteResult] | _torch.WrappedException:
-        """This rank's results, or its failure in DCP's wrapped form. Waits for the report."""
-        return self._retrieve(
-            lambda save: WrittenItems(save.results(), save.written_files),
-            if_nothing=WrittenItems(written=self.written_files),
-        )
+    def retrieve(
+        self, read: Callable[[PreparedSave, RankReport], T]
+    ) -> T | _torch.WrappedException | None:
+        """This rank's report as ``read``, or its failure in DCP's wrapped form; waits for it.
 
-    def retrieve_failure(self) -> _torch.WrappedException | None:
-        """This rank's failure in DCP's wrapped form, or ``None``. Waits for the report."""
-        return self._retrieve(SplitSave.require_written, if_nothing=None)
-
-    def _retrieve(
-        self, ask: Callable[[SplitSave], T], *, if_nothing: T
-    ) -> T | _torch.WrappedException:
+        ``None`` if this rank has nothing to write.
+        """
         try:
-            if isinstance(self._state, Failed):
-                raise self._state.error
-            split = self.to_schedule
-            return if_nothing if split is None else self._answer(split, ask)
+            if isinstance(self.state, Failed):
+                raise self.state.error
+            split = self.split
+            if split is None or not split.has_to_run:
+                return None
+            report = split.collect()
+            split.is_retrieved = True
+            return read(split.prepared, report)
         except Exception as error:  # finalising reports it to every rank
             return _torch.wrap_exception(error)
 
-    def _answer(self, split: SplitSave, ask: Callable[[SplitSave], T]) -> T:
-        return ask(split)
-
-    @property
-    def file_names(self) -> tuple[str, ...]:
-        """Names of this rank's files below the checkpoint directory, once results are retrieved."""
-        return self._state.prepared.files if isinstance(self._state, SplitSave) else ()
-
     @property
     def written_files(self) -> RankFiles:
-        """The files that this rank wrote, once its results are retrieved."""
-        if isinstance(self._state, SplitSave):
-            return self._state.written_files
+        """The files that this rank wrote, once its report is collected."""
+        if isinstance(self.state, SplitSave):
+            return written_files(self.state.prepared, self.state.collected)
         return RankFiles(
             directory=self.settings.directory, files=(), belongs_at=self.settings.belongs_at
         )
@@ -364,7 +353,8 @@ class RankSave:
         Raises:
             SaveTimeoutError: Storage does not answer.
         """
-        names, path = set(self.file_names), self.settings.metadata_path
+        names = set() if self.split is None else set(self.split.prepared.files)
+        path = self.settings.metadata_path
         found = in_time(
             lambda: files_of(storage_at(self.settings.directory), os.path.basename(path)),
             timeout_s=default_engine().options.save_timeout_s,
@@ -376,31 +366,15 @@ class RankSave:
         return bool(names) and names <= found
 
     @property
-    def results_token(self) -> str | None:
-        """Token of a recognised structure's results, file names aside; else ``None``."""
-        if not isinstance(self._state, SplitSave) or self._state.prepared.known is None:
-            return None
-        return self._state.prepared.known.token
-
-    @property
-    def receipts(self) -> tuple[FileReceipt, ...]:
-        """Receipts of the written files, once results are retrieved."""
-        return self._state.receipts if isinstance(self._state, SplitSave | Written) else ()
-
-    @property
-    def took_s(self) -> float:
-        """Seconds from the start of planning until this rank's files were durable."""
-        return self.timeline.took_s(self.receipts)
-
-    @property
     def stats(self) -> SaveStats | None:
         """Timings of this save on this rank; ``None`` before its files are written."""
-        if not self.receipts:
+        receipts = self.state.receipts
+        if not receipts:
             return None
         return self.timeline.stats(
             rank=self.settings.rank,
             path=self.settings.directory,
-            receipts=self.receipts,
+            receipts=receipts,
             slowest_rank=self.slowest_rank,
         )
 
@@ -413,25 +387,6 @@ class RankSave:
 
     def after_commit(self) -> None:
         """Do nothing; a subclass may use what was just committed. On the coordinator."""
-
-    @property
-    def visit(self) -> Visit | None:
-        """This save's presence in its directory; ``None`` before it is planned."""
-        return self._state.visit if isinstance(self._state, SplitSave | Written) else None
-
-    def discard(self, *, is_certain: bool) -> None:
-        """Remove the files of a split save, see :meth:`SplitSave.discard`."""
-        if isinstance(self._state, SplitSave):
-            self._state.discard(is_certain=is_certain)
-
-    def allow_early_commit(self) -> EarlyCommit | None:
-        """Allow the early commit of a split save, if one is planned."""
-        return None if self.split is None else self.split.allow_early_commit()
-
-    def end(self, *, committed: bool) -> None:
-        """End a split save."""
-        if isinstance(self._state, SplitSave):
-            self._state.end(committed=committed)
 
 
 def _write(prepared: PreparedSave, engine: Engine) -> tuple[PreparedSave, RankReport]:

@@ -106,7 +106,8 @@ class CheckpointMetadataCache(PlanMemory):
         if self.last_save is None:
             return Counted()
         begun = [reference() for reference in self._begun]
-        alike = not any(each is None or each.is_lost or each.is_unscheduled for each in begun)
+        # Not if one is lost, or may never be scheduled.
+        alike = all(each and each.was_started and not each.progress.is_over for each in begun)
         self.last_save = self.last_save.next()
         self._saves_to[directory] += 1
         alike &= len(self._saves_to) < _MOST_DIRECTORIES

@@ -13,15 +13,12 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint.storage import WriteResult
-
 from nostall._engine import Engine, default_engine
 from nostall._memory.overlap import SnapshotFence, changed_too_early
 from nostall._memory.snapshot import Snapshot
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.progress import Progress, State
 from nostall._model.threads import is_done, uninterrupted
-from nostall._model.values import RankFiles
 from nostall._ranks.failures import await_report, failure_of
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.prepared import PreparedSave
@@ -33,9 +30,8 @@ from nostall._save.stage_and_write import (
     write_here,
     write_in_background,
 )
-from nostall._save.written import as_written, require_written, write_results, written_files
+from nostall._save.written import as_written
 from nostall._storage.deadlines import remove_in_time
-from nostall._storage.directories import Visit
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError, StagingError
 
 
@@ -48,7 +44,7 @@ class BackgroundSave(ABC):
         self.progress = progress
         self.engine: Engine = default_engine()
         self._report: Future[RankReport] = Future()
-        self._was_started = False
+        self.was_started = False
 
     @abstractmethod
     def stage(self) -> Any:
@@ -60,7 +56,7 @@ class BackgroundSave(ABC):
 
     def write(self, snapshot: Any) -> RankReport:
         """Write a snapshot while the caller waits; releases it."""
-        return self._in_time(self.submit(snapshot))
+        return self.await_report(self.submit(snapshot))
 
     def discard(self) -> None:  # noqa: B027  # a hook; a failed write removes its own files
         """Remove the files of a save that will not be committed; does nothing by default."""
@@ -99,30 +95,14 @@ class BackgroundSave(ABC):
             failure: Why; that it was aborted, by default.
         """
         self.progress.to(State.ABORTED)  # a snapshot still being taken is not written then
-        self.engine.cancel(self.job, self._report if self._was_started else None)
+        self.engine.cancel(self.job, self._report if self.was_started else None)
         failure = failure or Failure(
             kind="SaveAbortedError", message="the save was aborted", phase="write"
         )
         self._settle(RankFailed(rank=self.rank, failure=failure))
 
-    @property
-    def is_given_up(self) -> bool:
-        """Whether the save was aborted, or is over; what is not written yet must not be written."""
-        return self.progress.is_over
-
-    def await_report(self) -> RankReport:
-        """The report, once it is there; after ``save_timeout_s``, a failed one."""
-        if not self._was_started and not is_done(self._report):
-            failure = Failure(
-                kind="SaveError",
-                message="the save was planned, but nothing was scheduled to write it",
-                phase="write",
-                hint="schedule what get_save_function_and_args() returns before finalising",
-            )
-            return RankFailed(rank=self.rank, failure=failure)
-        return self._in_time(self._report)
-
-    def _in_time(self, report: Future[RankReport]) -> RankReport:
+    def await_report(self, report: Future[RankReport]) -> RankReport:
+        """A report of this save, once it is there; after ``save_timeout_s``, a failed one."""
         return await_report(
             report,
             rank=self.rank,
@@ -143,7 +123,7 @@ class BackgroundSave(ABC):
                 rank=self.rank,
                 hint="pass preload_fn to the request, or its result as argument index 1",
             )
-        if self._was_started:
+        if self.was_started:
             raise StagingError(
                 "this snapshot was already written, and its memory may hold another save now",
                 rank=self.rank,
@@ -151,7 +131,7 @@ class BackgroundSave(ABC):
                 job=self.job,
                 hint="plan again to retry",
             )
-        self._was_started = True
+        self.was_started = True
 
     def _settle(self, report: RankReport) -> None:
         # An abort and an answer may coincide; the first one counts.
@@ -170,39 +150,26 @@ class SplitSave(BackgroundSave):
 
     def __init__(self, prepared: PreparedSave) -> None:
         target = prepared.target
-        super().__init__(rank=prepared.rank, job=target.job, progress=target.progress)
+        super().__init__(rank=target.settings.rank, job=target.job, progress=target.progress)
         self.prepared = prepared
+        self.visit = target.visit
+        """Its presence in its directory."""
+        self.has_to_run = bool(prepared.plan.items)
+        """Whether this rank has something to write."""
         if not self.has_to_run:
             self.progress.to(State.WRITTEN)
         self.early: EarlyCommit | None = None
         """Its early commit, until it is over; ``None`` if it cannot be committed early."""
         self._fence: SnapshotFence | None = None
         self._collecting = threading.Lock()
-        self._is_retrieved = False
-        self._collected: RankReport | None = None
+        self.is_retrieved = False
+        """Whether somebody has asked for its results, or nobody will."""
+        self.collected: RankReport | None = None
+        """Its report, once :meth:`collect` has returned it."""
+        self.receipts: tuple[FileReceipt, ...] = ()
+        """Receipts of the written files, by that report."""
         self._changed: list[str] = []
         """Tensors that were changed without waiting for the snapshot."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether a snapshot was taken and its results are not retrieved yet."""
-        was_staged = bool(self.prepared.plan.items) and not self.prepared.planned.sources
-        return was_staged and not self._is_retrieved and self.failure() is None
-
-    @property
-    def receipts(self) -> tuple[FileReceipt, ...]:
-        """Receipts of the written files, once :meth:`results` has returned."""
-        return self._collected.receipts if isinstance(self._collected, RankWritten) else ()
-
-    @property
-    def visit(self) -> Visit:
-        """This save's presence in its directory."""
-        return self.prepared.target.visit
-
-    @property
-    def written_files(self) -> RankFiles:
-        """The written files, once :meth:`results` has returned."""
-        return written_files(self.prepared, self._collected)
 
     def stage(self) -> Snapshot | Future[Snapshot]:
         """Take the snapshot, once: the ``preload_fn``.
@@ -218,7 +185,7 @@ class SplitSave(BackgroundSave):
                 self.prepared = replace(self.prepared, target=target)
                 if self.prepared.target.settings.options.staging == "overlapped":
                     snapshot, self._fence = stage_in_background(
-                        self.prepared, self.engine, is_aborted=lambda: self.is_given_up
+                        self.prepared, self.engine, is_aborted=lambda: self.progress.is_over
                     )
                 else:
                     snapshot = stage(self.prepared, self.engine)
@@ -263,17 +230,14 @@ class SplitSave(BackgroundSave):
         """Send a snapshot to the writer process as soon as it is taken."""
         if isinstance(snapshot, Future):
             return self._submit_when_staged(snapshot)
-        return self._submit(snapshot)
-
-    def _submit(self, snapshot: Snapshot) -> Future[RankReport]:
         try:
-            if self.is_given_up:
+            if self.progress.is_over:
                 raise SaveAbortedError("the save was aborted", phase="stage")
             written = write_in_background(snapshot, self.prepared.target, self.engine)
         except BaseException:  # passed on; no write owns the snapshot yet
             give_up(snapshot, self.prepared.target, self.engine)
             raise
-        if self.is_given_up:  # meanwhile, by a caller that found no job to cancel
+        if self.progress.is_over:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written)
         return written
 
@@ -283,7 +247,7 @@ class SplitSave(BackgroundSave):
         def go_on(staged: Future[Snapshot]) -> None:
             try:
                 try:
-                    written = self._submit(staged.result())
+                    written = self.submit(staged.result())
                 finally:
                     # The writer's now; before the report, after which nothing may be under way.
                     if self._fence is not None:
@@ -323,34 +287,6 @@ class SplitSave(BackgroundSave):
             remove_in_time(sorted(self.progress.created))
         self.end(committed=False)
 
-    @property
-    def has_to_run(self) -> bool:
-        """Whether this rank has something to write."""
-        return bool(self.prepared.plan.items)
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether it will not be finalised."""
-        return self.progress.is_over
-
-    @property
-    def is_unscheduled(self) -> bool:
-        """Whether it may never be scheduled."""
-        return not self._was_started
-
-    def allow_early_commit(self) -> EarlyCommit | None:
-        """The early commit, if there can be one, which is allowed now.
-
-        Begins it if this rank has nothing to write.
-        """
-        early = self.early
-        if early is not None:
-            early.allow()
-            if not self.has_to_run:
-                self._was_started = True  # no snapshot is scheduled
-                early.begin()
-        return early
-
     def end(self, *, committed: bool) -> None:
         """End this save."""
         self.progress.to(State.COMMITTED if committed else State.FAILED)
@@ -361,50 +297,33 @@ class SplitSave(BackgroundSave):
                 early.retire()
         self.visit.end(committed=committed)
 
-    def results(self) -> list[WriteResult]:
-        """DCP's write results; waits for the report.
+    def collect(self) -> RankReport:
+        """The report, for which this waits, once it is known that the snapshot is consistent.
+
+        From any thread; the results do not count as retrieved.
 
         Raises:
-            SaveError: The rank failed.
             StagingError: Tensors were changed without waiting for the snapshot.
         """
-        report = self._retrieve()
-        return write_results(self.prepared, report)
-
-    def require_written(self) -> None:
-        """Wait for the report and check it, without making results.
-
-        Raises:
-            SaveError: The rank failed.
-            StagingError: Tensors were changed without waiting for the snapshot.
-        """
-        report = self._retrieve()
-        require_written(self.prepared, report)
-
-    def require_complete(self) -> None:
-        """Check the report, from any thread; results are not retrieved yet."""
-        report = self._collect()  # has the names of the files
-        require_written(self.prepared, report)
-
-    def retrieve_nothing(self) -> None:
-        """Note that nobody will ask for the results."""
-        self._is_retrieved = True
-
-    def _retrieve(self) -> RankReport:
-        report = self._collect()
-        self._is_retrieved = True
-        return report
-
-    def _collect(self) -> RankReport:
         with self._collecting:
-            if self._collected is None:
+            if self.collected is None:
                 # Before any error: a lost save uses its names and memory until its report is there.
-                report = self.await_report()
+                if self.was_started or is_done(self._report):
+                    report = self.await_report(self._report)
+                else:
+                    failure = Failure(
+                        kind="SaveError",
+                        message="the save was planned, but nothing was scheduled to write it",
+                        phase="write",
+                        hint="schedule what get_save_function_and_args() returns before finalising",
+                    )
+                    report = RankFailed(rank=self.rank, failure=failure)
                 self.prepared = as_written(self.prepared, report)
                 self._changed = [] if self._fence is None else self._fence.changed_unseen()
-                self._collected = report
+                self.receipts = report.receipts if isinstance(report, RankWritten) else ()
+                self.collected = report
         if self._changed:
             error = changed_too_early(self._changed)
             error.path = self.prepared.target.settings.directory
             raise error
-        return self._collected
+        return self.collected

@@ -12,14 +12,15 @@ from typing import Any, TypeVar
 import psutil
 from torch.distributed.checkpoint.planner import SavePlan
 
+from nostall import _torch
 from nostall._engine import default_engine
+from nostall._model.jobs import RankReport
 from nostall._model.names import METADATA_NAME
 from nostall._model.threads import spawn_or_run
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
-from nostall._save.prepared import SaveTarget, WriterSettings
+from nostall._save.prepared import PreparedSave, SaveTarget, WriterSettings
 from nostall._save.rank_save import RankSave, Staging
-from nostall._save.split_save import SplitSave
 from nostall._save.written import WrittenItems
 from nostall._storage.deadlines import may_hold, must_stay
 from nostall._storage.directories import is_in_use
@@ -182,10 +183,15 @@ class TieredSave(RankSave):
         self._bring(items.written)
         return items
 
-    def _answer(self, split: SplitSave, ask: Callable[[SplitSave], T]) -> T:
-        answer = super()._answer(split, ask)
-        self._bring(split.written_files)
-        return answer
+    def retrieve(
+        self, read: Callable[[PreparedSave, RankReport], T]
+    ) -> T | _torch.WrappedException | None:
+        def read_and_bring(prepared: PreparedSave, report: RankReport) -> T:
+            found = read(prepared, report)
+            self._bring(self.written_files)
+            return found
+
+        return super().retrieve(read_and_bring)
 
     def _bring(self, written: RankFiles | None) -> None:
         """Have this rank's files brought, if this host will not have the metadata."""
