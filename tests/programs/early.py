@@ -641,7 +641,7 @@ def given_up_in_another_queue(out: Path) -> dict[str, Any]:
         while other.pending:
             other.poll()
         third = early_of(job.save())
-        wait_until(lambda: third._is_offered and not third._retired._records)
+        wait_until(lambda: third._is_offered and not third._retired)
         barrier("removed")
         barrier("given up")
     else:

@@ -127,7 +127,7 @@ def look_at(call: Call, first_index: int, last_index: int, *, waits: bool) -> Vi
         hurry=preemption.asked,
         committing=early is not None and early.is_committing,
         committed=0 if early is None else early.committed,
-        save=0 if early is None else early.identity,
+        save=early.identity if early is not None and early.is_allowed else 0,
         shares=not call.request.raises_on_all_ranks,
         waits=waits,
         index=call.request.call_idx - first_index,

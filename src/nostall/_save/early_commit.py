@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 from nostall import _torch
@@ -38,26 +39,6 @@ _DEADLINES = 3
 """How many times ``save_timeout_s`` a commit may take: it waits for storage so often."""
 
 
-class Retired:
-    """Records of saves that are over on this rank. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._records: deque[Records] = deque()
-
-    def add(self, records: Records) -> None:
-        """Have records removed, some time."""
-        self._records.append(records)
-
-    def remove(self) -> None:
-        """Remove them; raises ``RuntimeError``."""
-        while True:
-            try:
-                records = self._records.popleft()
-            except IndexError:  # another thread may remove some
-                return
-            records.remove()
-
-
 class EarlyCommit:
     """One rank's part in the early commit of one save.
 
@@ -65,7 +46,7 @@ class EarlyCommit:
         save: Identifies the save.
         records: Those of its ranks.
         rank: This rank.
-        retired: Where records go when the save is over.
+        retired: Where records go when the save is over; a later save removes them.
         message: Returns this rank's message, once its files are written; ``None`` if the save is
             not to be committed early.
         commit: On the coordinator, commits with the messages of all ranks.
@@ -77,7 +58,7 @@ class EarlyCommit:
         save: SaveId,
         records: Records,
         rank: int,
-        retired: Retired,
+        retired: deque[Records],
         *,
         message: Callable[[], bytes | None],
         commit: Callable[[Sequence[bytes]], Ending] | None,
@@ -85,7 +66,10 @@ class EarlyCommit:
     ) -> None:
         self.agreed: Ending | None = None
         """How it has ended, once all ranks know that it is committed."""
-        self._identity = 1 + (save.series + save.number) % MOST_SERIES
+        self.identity = 1 + (save.series + save.number) % MOST_SERIES
+        """A number that all ranks share which commit this save early."""
+        self.committed = 0
+        """0, or one more than the slowest rank of a save that is committed. On the coordinator."""
         self._records = records
         self._rank = rank
         self._retired = retired
@@ -104,21 +88,9 @@ class EarlyCommit:
     # --- what the ranks tell each other in a poll -----------------------------------------------
 
     @property
-    def identity(self) -> int:
-        """A number that all ranks share which commit this save early; 0 for none."""
-        return self._identity if self.is_allowed else 0
-
-    @property
     def is_committing(self) -> bool:
         """On the coordinator: it waits for the others, or commits."""
         return self._commit is not None and self._over is not None and not is_done(self._over)
-
-    @property
-    def committed(self) -> int:
-        """0, or one more than the slowest rank of a save that is committed. On the coordinator."""
-        if self._ending is None or self._ending.failures or self._ending.slowest_rank is None:
-            return 0
-        return self._ending.slowest_rank + 1
 
     def note_committed(self, committed: int) -> None:
         """Note that all ranks know that it is committed."""
@@ -142,39 +114,38 @@ class EarlyCommit:
             over.set_result(None)
 
     def _run(self, over: Future[None]) -> None:
+        """Offer this rank's message; on the coordinator, commit once all ranks have."""
         try:
-            self._retired.remove()
-            self.is_allowed = self._offer()
-            if self.is_allowed and self._commit is not None:
-                self._commit_when_all_have(self._commit)
+            with suppress(IndexError):  # none is left; another thread may remove some
+                while True:
+                    self._retired.popleft().remove()
+            message = self._message()
+            # Offered before it looks whether the save is given up: see withdraw().
+            self._is_offered = message is not None
+            if message is None or self._stopped.is_set():
+                self.is_allowed = False
+                return
+            self._records.put(message)
+            if self._commit is None:
+                return
+            pause_s, deadline_s = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s
+            while not self._records.are_complete():
+                if self._stopped.wait(pause_s) or time.monotonic() > deadline_s:
+                    return
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            with self._lock:
+                if self._stopped.is_set():
+                    return
+                self._is_claimed = True
+            if self._records.claim(_COMMIT):
+                self._ending = ending = self._commit(self._records.all())
+                if not ending.failures and ending.slowest_rank is not None:
+                    self.committed = ending.slowest_rank + 1
         except Exception as error:  # finalising does it
             self.is_allowed = False
             _log.debug("the save is not committed early: %s", error, exc_info=True)
         finally:
             over.set_result(None)
-
-    def _offer(self) -> bool:
-        message = self._message()
-        if message is None:
-            return False
-        self._is_offered = True  # before it looks whether the save is given up: see withdraw()
-        if self._stopped.is_set():
-            return False
-        self._records.put(message)
-        return True
-
-    def _commit_when_all_have(self, commit: Callable[[Sequence[bytes]], Ending]) -> None:
-        pause_s, deadline_s = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s
-        while not self._records.are_complete():
-            if self._stopped.wait(pause_s) or time.monotonic() > deadline_s:
-                return
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        with self._lock:
-            if self._stopped.is_set():
-                return
-            self._is_claimed = True
-        if self._records.claim(_COMMIT):
-            self._ending = commit(self._records.all())
 
     # --- its end --------------------------------------------------------------------------------
 
@@ -192,7 +163,10 @@ class EarlyCommit:
         """
         self.stop()
         if self._is_over_in(_DEADLINES * self._timeout_s + PATIENCE_S):
-            return None if self._ending is None or _is_refused(self._ending) else self._ending
+            failures = {} if self._ending is None else self._ending.failures
+            phases = [getattr(error, "phase", None) for error, _ in failures.values()]
+            # Refused messages do not fit together: they may be about different saves.
+            return None if "collect" in phases else self._ending
         error = NotDurableError(
             "cannot determine whether the metadata was published: storage or the process group's"
             " store hangs",
@@ -236,10 +210,4 @@ class EarlyCommit:
     def retire(self) -> None:
         """Have the records removed: the save is over on this rank."""
         if self._is_offered:
-            self._retired.add(self._records)
-
-
-def _is_refused(ending: Ending) -> bool:
-    """Whether the messages did not fit together; they may be about different saves."""
-    errors = [error for error, _ in ending.failures.values()]
-    return any(getattr(error, "phase", None) == "collect" for error in errors)
+            self._retired.append(self._records)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -50,9 +50,8 @@ from nostall._plan.planner import (
     vouched,
     without_state,
 )
-from nostall._ranks.group import Coordination, Membership, coordination_of
+from nostall._ranks.group import Coordination, Membership, Records, coordination_of
 from nostall._save.by_name.planner import SavePlanner as PlannerByName
-from nostall._save.early_commit import Retired
 from nostall._save.prepared import KnownSave
 from nostall._save.rank_save import RankSave
 from nostall._save.split_save import SplitSave
@@ -94,7 +93,7 @@ class CheckpointMetadataCache(PlanMemory):
         """Token of the results that the coordinator has from this rank."""
         self.known_results = KnownResults()
         """On the coordinator, the results of all ranks."""
-        self.retired = Retired()
+        self.retired: deque[Records] = deque()
         """Records that saves which are over have left in the store."""
         self._begun: list[weakref.ref[SplitSave]] = []
         """Saves of the present series that are not finalised."""
