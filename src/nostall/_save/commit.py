@@ -7,7 +7,6 @@ nothing is published then.
 
 from __future__ import annotations
 
-import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
@@ -258,7 +257,7 @@ def commit_results(
             if visit is not None:
                 visit.is_removed = True
             names = [_files_in(of_rank) for of_rank in results]
-            remove_unpublished(settings.metadata_path, names, written)
+            remove_unpublished(settings.directory, names, written)
         raise
     finally:
         if save.split is not None:
@@ -272,7 +271,7 @@ def commit_results(
         return
     described = metadata.storage_meta
     if described is not None and described.save_id is not None:  # others can read it there
-        name = os.path.basename(settings.metadata_path)
+        name = settings.metadata_name
         send_as_note(metadata, settings.directory, name, described.save_id)
 
 

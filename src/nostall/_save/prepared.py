@@ -16,9 +16,8 @@ writes is the same.
 from __future__ import annotations
 
 import logging
-import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
@@ -35,14 +34,14 @@ from nostall._engine import Engine
 from nostall._model.names import FileFormat
 from nostall._model.progress import Progress
 from nostall._model.threads import no_collection
-from nostall._model.values import ItemShape, Layout, PlannedSave, Share
+from nostall._model.values import Layout, PlannedSave, Share
 from nostall._plan.items import Resolver, plan_rank
 from nostall._plan.layout import FileNaming, Packing, renamed
 from nostall._plan.structure import OPENERS, KnownStructure, Openers
 from nostall._plan.structure import learn as learn_structure
 from nostall._save.written import expected_results
-from nostall._storage.deadlines import make_ready, may_hold
-from nostall._storage.directories import Visit, has_failed_in
+from nostall._storage.deadlines import may_hold
+from nostall._storage.directories import Visit
 from nostall._storage.locations import is_address, storage_at
 from nostall._writer.streams import StreamTarget
 from nostall.errors import OptionError
@@ -90,41 +89,10 @@ class WriterSettings:
     """Name of the metadata file of the checkpoint."""
     other_metadata_name: str
     """That of one which this rank saves alone, or which all ranks save together."""
-
-    @property
-    def metadata_path(self) -> str:
-        """The metadata file of the checkpoint."""
-        return os.path.join(self.directory, self.metadata_name)
-
-    def make_ready(self, engine: Engine) -> bool:
-        """Make the directory, and check for a checkpoint that must not be replaced.
-
-        Returns:
-            Whether the directory may contain a checkpoint.
-
-        Raises:
-            CheckpointExistsError: There is one.
-            WriteError: The directory cannot be made.
-            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
-        """
-        return make_ready(
-            self.directory,
-            self.metadata_name,
-            [self.other_metadata_name],
-            overwrite=self.options.overwrite,
-            rank=self.rank,
-            timeout_s=engine.options.save_timeout_s,
-        )
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the directory, which other hosts may not see, is not where it belongs."""
-        return self.directory != self.belongs_at
-
-    @property
-    def has_unique_names(self) -> bool:
-        """Whether file names are unique, so that an existing checkpoint does not matter to them."""
-        return self.is_elsewhere or is_address(self.directory)
+    is_elsewhere: bool
+    """Whether the directory, which other hosts may not see, is not where it belongs."""
+    has_unique_names: bool
+    """Whether file names are unique, so that an existing checkpoint does not matter to them."""
 
     def may_replace(self, engine: Engine) -> bool:
         """Whether the directory may contain a checkpoint.
@@ -151,61 +119,6 @@ class WriterSettings:
         """Bytes per write, of any file of a layout."""
         longest = max((file.nbytes for file in layout.files), default=0)
         return max(engine.options.chunk_nbytes, storage_at(self.directory).least_part(longest))
-
-    def lay_out(self, shapes: Sequence[ItemShape], engine: Engine) -> Layout:
-        """The layout of these items, with file names of no checkpoint."""
-        options = self.options
-        naming = _naming(options, prefix="")
-        return engine.lay_out(shapes, naming, self.packing(engine))
-
-    def target(
-        self, plan: SavePlan, timeline: Timeline, engine: Engine, *, replaces: bool | None
-    ) -> SaveTarget:
-        """The target of a new save, which is under way from now on.
-
-        Args:
-            plan: This rank's final plan.
-            timeline: Receives the durations of the stages.
-            engine: The engine of the save.
-            replaces: Whether the directory may contain a checkpoint; ``None`` to look, unless names
-                are unique.
-
-        Raises:
-            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
-        """
-        job = uuid.uuid4().hex
-        prefix = getattr(plan.storage_data, "prefix", None) or f"__{self.rank}_"
-        # A reader of the previous checkpoint's metadata must not find new files under its names.
-        is_beside = getattr(plan.storage_data, "beside", None) == self.directory
-        if replaces is None and not self.has_unique_names:
-            replaces = is_beside or self.may_replace(engine)
-        is_suffixed = replaces or self.has_unique_names or has_failed_in(self.directory)
-        suffix = self._suffix(job) if is_suffixed else ""
-        progress = engine.under_way.begin(job, path=self.directory, rank=self.rank)
-        return SaveTarget(
-            job=job,
-            settings=self,
-            naming=_naming(self.options, prefix=prefix, suffix=suffix),
-            visit=Visit(self.directory, progress.created),
-            timeline=timeline,
-            progress=progress,
-            timeout_s=engine.options.save_timeout_s,
-            faults=engine.faults,
-        )
-
-    def _suffix(self, job: str) -> str:
-        """The end of the names of a save's files, which no other save uses."""
-        # A file system refuses a second file of a name. A store replaces the first one.
-        return f"-{job[:8]}-{job[-8:]}" if is_address(self.belongs_at) else f"-{job[:8]}"
-
-
-def _naming(options: WriterOptions, *, prefix: str, suffix: str = "") -> FileNaming:
-    return FileNaming(
-        prefix=prefix,
-        suffix=suffix,
-        separation_hint=options.separation_hint,
-        file_format=options.file_format,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +183,8 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
     return WriterSettings(
         directory=own.directory or str(writer.path),
         belongs_at=str(writer.path),
+        is_elsewhere=own.directory is not None,
+        has_unique_names=own.directory is not None or is_address(writer.path),
         rank=rank,
         is_alone=not writer.use_collectives,
         metadata_name=together if writer.use_collectives else alone,
@@ -310,16 +225,6 @@ class PreparedSave:
     """The known save with the same results, apart from file names; ``None`` if there is none."""
 
     @property
-    def rank(self) -> int:
-        """The rank of the share."""
-        return self.planned.share.rank
-
-    @property
-    def plan(self) -> SavePlan:
-        """The rank's final plan."""
-        return self.planned.share.plan
-
-    @property
     def files(self) -> tuple[str, ...]:
         """Names of the rank's files, in layout order."""
         return tuple(file.name for file in self.layout.files)
@@ -354,7 +259,10 @@ def prepare(
 
 @dataclass(frozen=True, kw_only=True)
 class KnownSave:
-    """The part of a prepared save that the next save with an equal plan can reuse."""
+    """The part of a prepared save that the next save with an equal plan can reuse.
+
+    Only by a writer whose containers have its format.
+    """
 
     structure: KnownStructure | None
     """Recognises the structure without a planner; ``None`` if only the planner can."""
@@ -364,10 +272,6 @@ class KnownSave:
     packing: Packing
     token: str
     """Identifies these results among all known to ranks."""
-
-    def fits(self, settings: WriterSettings) -> bool:
-        """Whether a writer with these settings can use it, whose containers have its format."""
-        return self.naming.file_format is settings.options.file_format
 
     @cached_property
     def runs(self) -> list[int]:
@@ -382,11 +286,11 @@ class KnownSave:
 
 def known(prepared: PreparedSave, structure: KnownStructure | None, engine: Engine) -> KnownSave:
     """The part of a prepared save that the next one with an equal plan can reuse."""
-    items = prepared.plan.items
+    items = prepared.planned.share.plan.items
     require_one_result_each(
         (item.index for item in items),
         (items[slot.item].index for file in prepared.layout.files for slot in file.slots),
-        rank=prepared.rank,
+        rank=prepared.target.settings.rank,
     )
     return KnownSave(
         structure=structure,
@@ -430,13 +334,19 @@ def prepare_known(
 ) -> PreparedSave:
     """Prepare a save of a structure that was saved before, without its planner."""
     share, layout, packing = known.share, known.layout, target.settings.packing(engine)
-    shapes = _with_lengths(share, sources, known.runs)
-    groups, now = known.naming, target.naming
-    same = groups.separation_hint == now.separation_hint
-    if shapes is not share.shapes or packing != known.packing or not same:
+    lengths = {item: len(cast("bytes", sources[item])) for item in known.runs}
+    changed = {
+        item: replace(share.shapes[item], nbytes=nbytes)
+        for item, nbytes in lengths.items()
+        if nbytes != share.shapes[item].nbytes
+    }
+    same = known.naming.separation_hint == target.naming.separation_hint
+    if changed:
+        shapes = tuple(changed.get(item, shape) for item, shape in enumerate(share.shapes))
         share = replace(share, shapes=shapes)
+    if changed or packing != known.packing or not same:
         with target.timeline.measure("layout"):
-            layout = engine.lay_out(shapes, target.naming, packing)
+            layout = engine.lay_out(share.shapes, target.naming, packing)
     elif target.naming != known.naming:
         layout = renamed(layout, target.naming)
     planned = PlannedSave(share=share, sources=sources)
@@ -450,23 +360,8 @@ def as_known(prepared: PreparedSave, known: KnownSave | None) -> PreparedSave:
     Results follow from the final plan and the layout.
     """
     is_same = known is not None and (
-        prepared.plan is known.share.plan and prepared.layout.key == known.layout.key
+        prepared.planned.share.plan is known.share.plan and prepared.layout.key == known.layout.key
     )
     if not is_same or prepared.target.settings.transform_descriptors is not None:
         return prepared
     return replace(prepared, known=known)
-
-
-def _with_lengths(
-    share: Share, sources: Sequence[torch.Tensor | bytes], runs: Sequence[int]
-) -> tuple[ItemShape, ...]:
-    """The share's shapes with the current lengths of its objects."""
-    lengths = {item: len(cast("bytes", sources[item])) for item in runs}
-    changed = {
-        item: replace(share.shapes[item], nbytes=nbytes)
-        for item, nbytes in lengths.items()
-        if nbytes != share.shapes[item].nbytes
-    }
-    if not changed:
-        return share.shapes
-    return tuple(changed.get(item, shape) for item, shape in enumerate(share.shapes))

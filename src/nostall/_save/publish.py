@@ -92,8 +92,8 @@ def publish(
         NotDurableError: Storage hangs, and the metadata may be published.
     """
     engine, settings, visit = default_engine(), save.settings, save.state.visit
-    path, timeout_s = settings.metadata_path, engine.options.save_timeout_s
-    directory, name = os.path.split(path)
+    directory, name = settings.directory, settings.metadata_name
+    path, timeout_s = os.path.join(directory, name), engine.options.save_timeout_s
     storage = storage_at(directory, sync=settings.options.sync_files)
     mine = save.state.receipts[:1] if settings.stream is None else ()
     is_stocks_object = metadata.storage_data is None
@@ -306,16 +306,15 @@ def _old_ones(files: Files, own: str, names: Set[str], longest_s: float) -> Iter
 
 
 def remove_unpublished(
-    path: str, names: Sequence[Set[str]], written: Sequence[RankFiles | None]
+    directory: str, names: Sequence[Set[str]], written: Sequence[RankFiles | None]
 ) -> None:
     """Remove all ranks' files of a save whose metadata was certainly not published.
 
     Args:
-        path: The metadata file.
+        directory: In which it would be.
         names: Those of each rank's files.
         written: The files and directory of each rank; files elsewhere, or unknown, stay.
     """
-    directory = os.path.dirname(path)
     here = {
         name
         for of_rank, each in zip(names, written, strict=True)

@@ -8,6 +8,7 @@ results and figures; nothing about a save is kept elsewhere.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.progress import State
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
+from nostall._plan.layout import FileNaming
 from nostall._plan.planner import vouched
 from nostall._plan.structure import OPENERS
 from nostall._ranks.group import Coordination, Membership
@@ -51,9 +53,9 @@ from nostall._save.written import (
     written_files,
     written_items,
 )
-from nostall._storage.deadlines import in_time, remove_in_time
-from nostall._storage.directories import Visit
-from nostall._storage.locations import storage_at
+from nostall._storage.deadlines import in_time, make_ready, remove_in_time
+from nostall._storage.directories import Visit, has_failed_in
+from nostall._storage.locations import is_address, storage_at
 from nostall.errors import NostallError, OptionError, StagingError
 from nostall.stats import SaveStats, Timeline
 
@@ -144,8 +146,22 @@ class RankSave:
         return staged.copied
 
     def make_ready(self) -> None:
-        """Make the directory ready, see :meth:`WriterSettings.make_ready`."""
-        self._may_replace = self.settings.make_ready(default_engine())
+        """Make the directory, and check for a checkpoint that must not be replaced.
+
+        Raises:
+            CheckpointExistsError: There is one.
+            WriteError: The directory cannot be made.
+            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
+        """
+        settings = self.settings
+        self._may_replace = make_ready(
+            settings.directory,
+            settings.metadata_name,
+            [settings.other_metadata_name],
+            overwrite=settings.options.overwrite,
+            rank=settings.rank,
+            timeout_s=default_engine().options.save_timeout_s,
+        )
 
     def prepare(self, plan: SavePlan, resolver: Resolver) -> None:
         """Resolve and lay out a final plan, for a split save.
@@ -276,12 +292,46 @@ class RankSave:
 
     @contextmanager
     def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:
-        """The target of a new save, which has failed if the block cannot prepare it."""
-        target = self.settings.target(plan, self.timeline, default_engine(), replaces=replaces)
+        """The target of a new save, which has failed if the block cannot prepare it.
+
+        Args:
+            plan: This rank's final plan.
+            replaces: Whether the directory may contain a checkpoint; ``None`` to look, unless names
+                are unique.
+
+        Raises:
+            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
+        """
+        settings, engine, job = self.settings, default_engine(), uuid.uuid4().hex
+        directory, options = settings.directory, settings.options
+        # A reader of the previous checkpoint's metadata must not find new files under its names.
+        is_beside = getattr(plan.storage_data, "beside", None) == directory
+        if replaces is None and not settings.has_unique_names:
+            replaces = is_beside or settings.may_replace(engine)
+        suffix = ""
+        if replaces or settings.has_unique_names or has_failed_in(directory):
+            # Of no other save. A file system refuses a second file of a name, a store replaces it.
+            suffix = f"-{job[:8]}-{job[-8:]}" if is_address(settings.belongs_at) else f"-{job[:8]}"
+        naming = FileNaming(
+            prefix=getattr(plan.storage_data, "prefix", None) or f"__{settings.rank}_",
+            suffix=suffix,
+            separation_hint=options.separation_hint,
+            file_format=options.file_format,
+        )
+        progress = engine.under_way.begin(job, path=directory, rank=settings.rank)
         try:
-            yield target
+            yield SaveTarget(
+                job=job,
+                settings=settings,
+                naming=naming,
+                visit=Visit(directory, progress.created),
+                timeline=self.timeline,
+                progress=progress,
+                timeout_s=engine.options.save_timeout_s,
+                faults=engine.faults,
+            )
         except BaseException:  # passed on
-            target.progress.to(State.FAILED)
+            progress.to(State.FAILED)
             raise
 
     def wait_staged(self, timeout: float | None) -> None:
@@ -354,13 +404,13 @@ class RankSave:
             SaveTimeoutError: Storage does not answer.
         """
         names = set() if self.split is None else set(self.split.prepared.files)
-        path = self.settings.metadata_path
+        directory, name = self.settings.directory, self.settings.metadata_name
         found = in_time(
-            lambda: files_of(storage_at(self.settings.directory), os.path.basename(path)),
+            lambda: files_of(storage_at(directory), name),
             timeout_s=default_engine().options.save_timeout_s,
             doing="looking for the checkpoint",
             phase="collect",
-            path=path,
+            path=os.path.join(directory, name),
             rank=self.settings.rank,
         )
         return bool(names) and names <= found

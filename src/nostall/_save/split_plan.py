@@ -328,7 +328,8 @@ def _prepare_known(
         return False
     if (voucher := vouched(arguments.planner)) is None:
         return False
-    if known.structure is None or not known.fits(writer._rank_save.settings):
+    options = writer._rank_save.settings.options
+    if known.structure is None or known.naming.file_format is not options.file_format:
         return False
     session.planner = arguments.planner
     try:

@@ -154,7 +154,7 @@ class SplitSave(BackgroundSave):
         self.prepared = prepared
         self.visit = target.visit
         """Its presence in its directory."""
-        self.has_to_run = bool(prepared.plan.items)
+        self.has_to_run = bool(prepared.planned.share.plan.items)
         """Whether this rank has something to write."""
         if not self.has_to_run:
             self.progress.to(State.WRITTEN)

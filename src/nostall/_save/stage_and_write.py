@@ -136,9 +136,8 @@ def _require_going(
 ) -> None:
     """Refuse the next wave of a save that is aborted or has failed."""
     if is_aborted():
-        raise SaveAbortedError(
-            "the save was aborted", rank=prepared.rank, phase="stage", job=prepared.target.job
-        )
+        rank, job = prepared.target.settings.rank, prepared.target.job
+        raise SaveAbortedError("the save was aborted", rank=rank, phase="stage", job=job)
     for report in [each.result() for each in written if is_done(each)]:
         if isinstance(report, RankFailed):
             raise error_of(report, job=prepared.target.job)
@@ -149,7 +148,7 @@ def lease_for(prepared: PreparedSave, engine: Engine, nbytes: int, *, beyond_lim
     try:
         return engine.lease(nbytes, beyond_limit=beyond_limit)
     except NostallError as error:
-        error.rank, error.job = prepared.rank, prepared.target.job
+        error.rank, error.job = prepared.target.settings.rank, prepared.target.job
         raise
 
 
@@ -163,7 +162,7 @@ def _fill(
     except Exception as error:  # tensor subclasses and devices can raise anything
         raise StagingError(
             f"the snapshot failed: {type(error).__name__}: {error}",
-            rank=prepared.rank,
+            rank=prepared.target.settings.rank,
             phase="stage",
             job=prepared.target.job,
         ) from error
@@ -173,7 +172,7 @@ def _require_unstaged(prepared: PreparedSave) -> None:
     if prepared.layout.files and not prepared.planned.sources:
         raise StagingError(
             "the snapshot of this save was already taken",
-            rank=prepared.rank,
+            rank=prepared.target.settings.rank,
             phase="stage",
             job=prepared.target.job,
             hint="every save takes one snapshot; plan again to take another",

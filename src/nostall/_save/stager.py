@@ -37,6 +37,7 @@ from nostall._model.jobs import Faults, RankFailed
 from nostall._model.names import FileFormat
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.items import plan_rank
+from nostall._plan.layout import FileNaming
 from nostall._ranks.failures import error_of, failure_of
 from nostall._save.prepared import PreparedSave, WriterSettings
 from nostall.errors import StagingError
@@ -162,7 +163,10 @@ def _predicted(
         shapes = shapes_planned_alone(state_dict, settings.options.file_format)
     except Exception:  # planning the save raises it again, where DCP shares failures
         return {}
-    return _placement(settings.lay_out(shapes, engine))
+    options = settings.options
+    hint, file_format = options.separation_hint, options.file_format
+    naming = FileNaming(prefix="", separation_hint=hint, file_format=file_format)
+    return _placement(engine.lay_out(shapes, naming, settings.packing(engine)))
 
 
 def shapes_planned_alone(
@@ -202,7 +206,7 @@ def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
         return None
     structure = lease.label
     if isinstance(structure, Invalid):
-        raise StagingError(structure.why, rank=prepared.rank, phase="stage")
+        raise StagingError(structure.why, rank=prepared.target.settings.rank, phase="stage")
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is None:
         key = (structure, prepared.target.settings.options)

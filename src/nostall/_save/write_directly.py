@@ -121,7 +121,7 @@ def _payloads(prepared: PreparedSave) -> list[torch.Tensor | bytes]:
         except Exception as error:  # tensor subclasses can raise anything
             raise StagingError(
                 f"item {shape.fqn!r} cannot be read: {type(error).__name__}: {error}",
-                rank=prepared.rank,
+                rank=prepared.target.settings.rank,
                 phase="stage",
                 job=prepared.target.job,
             ) from error

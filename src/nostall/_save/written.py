@@ -57,7 +57,7 @@ def require_written(prepared: PreparedSave, report: RankReport) -> list[FileRece
                 "written after retries=%d path=%s rank=%d last_failure=%r",
                 len(receipt.failed_attempts),
                 os.path.join(prepared.target.settings.directory, receipt.name),
-                prepared.rank,
+                prepared.target.settings.rank,
                 receipt.failed_attempts[-1],
             )
     return receipts
@@ -92,9 +92,9 @@ def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResul
     descriptors = prepared.target.settings.transform_descriptors
     results = expected_results(prepared.planned.share, prepared.layout, extents, descriptors)
     require_one_result_each(
-        (item.index for item in prepared.plan.items),
+        (item.index for item in prepared.planned.share.plan.items),
         (result.index for result in results),
-        rank=prepared.rank,
+        rank=prepared.target.settings.rank,
     )
     return results
 
@@ -244,7 +244,7 @@ def _in_layout_order(prepared: PreparedSave, report: RankWritten) -> list[FileRe
     if missing:
         raise IncompleteSaveError(
             f"no receipt for {missing}",
-            rank=prepared.rank,
+            rank=prepared.target.settings.rank,
             phase="collect",
             job=prepared.target.job,
         )

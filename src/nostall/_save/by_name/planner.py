@@ -195,7 +195,7 @@ class SavePlanner(DefaultSavePlanner):
         """
         for known in self._recognised.values():
             save = known.plan.save
-            if save.fits(target.settings):
+            if save.naming.file_format is target.settings.options.file_format:
                 return prepare_known(save, known.sources, target=target, engine=engine)
             file_format = target.settings.options.file_format
             require_representable(plan, file_format, rank=target.settings.rank)
@@ -256,7 +256,7 @@ class SavePlanner(DefaultSavePlanner):
             name=answer.name,
             rank=answer.rank,
             configuration=self._configuration,
-            final=prepared.plan,
+            final=prepared.planned.share.plan,
             save=save,
         )
         self._plans.of_rank.remember(plan)
