@@ -156,7 +156,7 @@ def measure_callers(
             path, sample = directory / uuid4().hex, Sample(commit_s=0.0)
             with _timed("plan_save", sample, "plan_s"):
                 queue.schedule_async_request(caller.request(path, state))
-            while not queue._calls[0].outcome.done():
+            while not queue._caller._calls[0].outcome.done():
                 time.sleep(0.001)  # a training step
             with _timed("_finalize", sample, "commit_s"):
                 while queue.pending:

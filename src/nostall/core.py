@@ -154,12 +154,8 @@ class AsyncCallsQueue:
         """The requests that are scheduled and not finalised."""
         return deque(
             ActiveCall(call.request.call_idx, self._caller, call.request)
-            for call in list(self._calls)
+            for call in list(self._caller._calls)
         )
-
-    @property
-    def _calls(self) -> deque[Call]:
-        return self._caller._calls
 
     @property
     def persistent_caller(self) -> AsyncCaller | None:
@@ -186,7 +182,7 @@ class AsyncCallsQueue:
             self._is_in_use = True
             with scheduled.one_more(coordination_for(self._process_group)):
                 call = self._caller.begin(request._replace(is_frozen=True, call_idx=index))
-                if call not in self._calls:
+                if call not in self._caller._calls:
                     raise aborted_by_another_thread(call)
                 call.early = early
                 self._next_index += 1
@@ -244,7 +240,7 @@ class AsyncCallsQueue:
         if until_s is not None and (keeps_late or until_s < math.inf):
             timeout_s = max(0.0, until_s - time.monotonic())
         with preemption.deferred():
-            while calls := self._calls:  # an abort by another thread replaces the deque
+            while calls := self._caller._calls:  # an abort by another thread replaces the deque
                 call = calls[0]
                 if until_s is not None:
                     left_s = min(timeout_s, max(0.0, until_s - time.monotonic()))
@@ -255,7 +251,7 @@ class AsyncCallsQueue:
                     if waited_s > timeout_s and not is_done(call.outcome):
                         fail_late(call, timeout_s)
                 # Before a collective: an aborted rank joins none.
-                if call not in self._calls:
+                if call not in self._caller._calls:
                     raise aborted_by_another_thread(call)
                 mine = look_at(call, self._first_index, self._next_index - 1, waits=waits)
                 agreed: View | None = replace(mine, committing=False, committed=0)
@@ -294,7 +290,7 @@ class AsyncCallsQueue:
         """
         is_ours = self._caller.take_over(call)
         self._moved_s = time.monotonic()
-        if not self._calls:
+        if not self._caller._calls:
             unfinished_queues.pop(self, None)
         if not is_ours:
             raise aborted_by_another_thread(call)
@@ -339,14 +335,14 @@ class AsyncCallsQueue:
                 f"timeout={timeout!r} is not possible", hint="use seconds, or None for no limit"
             )
         finalized = self._finalize(until_s=time.monotonic() + timeout, keeps_late=True)
-        if calls := list(self._calls):
+        if calls := list(self._caller._calls):
             raise late(calls, timeout, hint=hint)
         return finalized
 
     @property
     def pending(self) -> int:
         """Number of requests that are scheduled and not finalised."""
-        return len(self._calls)
+        return len(self._caller._calls)
 
     @property
     def is_distributed(self) -> bool:
@@ -388,9 +384,9 @@ class AsyncCallsQueue:
                 self._asking.drop()
                 unfinished_queues.pop(self, None)
                 self._is_in_use = False
-                if abort or self._calls:
+                if abort or self._caller._calls:
                     self._first_index = self._next_index
-                self._caller.close(abort=abort or bool(self._calls))
+                self._caller.close(abort=abort or bool(self._caller._calls))
 
     def _abandon_after_fork(self) -> None:
         """In a forked child: forget the scheduled requests, which belong to the parent."""
@@ -407,7 +403,7 @@ class AsyncCallsQueue:
             return
         try:
             try:
-                if self._calls:
+                if self._caller._calls:
                     finish_after(self, error, coordination_for(self._process_group))
             finally:
                 self._close(abort=True)

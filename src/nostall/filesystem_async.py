@@ -126,6 +126,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     _own: OwnOptions
     _tier: tuple[str, Any, Any] | None
     """``local_staging_dir``, ``local_staging_limit`` and ``local_staging_shared``."""
+    _rank_save: RankSave
+    """This rank's part of the present save."""
     _is_coordinator = True
 
     if TYPE_CHECKING:
@@ -190,17 +192,14 @@ class FileSystemWriterAsync(FileSystemWriter):
     def _start(self, place: str, staging: Staging | None) -> None:
         """Begin a save. A wrong combination of options is an error here, not when it runs."""
         self.path = place if is_address(place) else Path(place)
-        self._rank_save = self._save_to(place, staging)
-        """This rank's part of the present save."""
-
-    def _save_to(self, place: str, staging: Staging | None) -> RankSave:
         if self._tier is None:
-            return RankSave(settings_of(self, self._own), staging)
+            self._rank_save = RankSave(settings_of(self, self._own), staging)
+            return
         from nostall.tier._saving import TieredSave, local_directory  # other jobs do not need it
 
         root, limit, shared = self._tier
         self._own = replace(self._own, directory=local_directory(root, place))
-        return TieredSave(settings_of(self, self._own), staging, limit, shared)
+        self._rank_save = TieredSave(settings_of(self, self._own), staging, limit, shared)
 
     # --- DCP's storage writer -------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from nostall._ranks.group import coordination_of, require_members
 from nostall._save.commit import Ending, RankMessage, commit_split_save, decoded
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.rank_save import RankSave
-from nostall._save.split_plan import CheckpointMetadataCache, SaveSession, plan_save, session_of
+from nostall._save.split_plan import CheckpointMetadataCache, SaveSession, plan_save
 from nostall._save.written import require_written
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -192,8 +192,11 @@ def save_state_dict_async_finalize(
         CheckpointException: A rank could not write, or the metadata could not be published; raised
             on every rank, with rank, file and cause. Nothing is published then.
     """
+    session = dist_wrapper
+    if not isinstance(session, SaveSession):  # the caller's own: without planning results
+        session = SaveSession(session.group, session.use_dist, session.coordinator_rank)
     with preemption.deferred(then_end=False):
-        _finalize(storage_writer, global_metadata, session_of(dist_wrapper))
+        _finalize(storage_writer, global_metadata, session)
 
 
 def _finalize(

@@ -757,7 +757,7 @@ def test_the_save_after_a_failed_one_is_made(
     manager = CheckpointManager(tmp_path, save_every=1, on_error=on_error)
     with inject(Fault.errno("chunk", errno.ENOSPC)):
         failing = manager.save(1, numbered(1))
-        wait_until(manager._queue._calls[0].outcome.done)
+        wait_until(manager._queue._caller._calls[0].outcome.done)
     reported = []
     for step in (2, 3):
         try:

@@ -368,7 +368,7 @@ def with_a_function_before(out: Path, how: str) -> dict[str, Any]:
     else:
         job.committing = both
         job.save()
-    wait_until(lambda: not job.queue._calls or is_done(job.queue._calls[0].outcome))
+    wait_until(lambda: not job.queue._caller._calls or is_done(job.queue._caller._calls[0].outcome))
     job.poll()
     return {"complete before": said, "whole": job.is_whole(WARM)}
 
@@ -950,7 +950,7 @@ def nothing_to_write(out: Path) -> dict[str, Any]:
 def _schedule_any(job: Job) -> EarlyCommit | None:
     """Schedule a save of a job whose rank may have nothing to write."""
     job.save()
-    return job.queue._calls[-1].early
+    return job.queue._caller._calls[-1].early
 
 
 def late_on_one_rank(out: Path) -> dict[str, Any]:
@@ -969,7 +969,7 @@ def late_on_one_rank(out: Path) -> dict[str, Any]:
         if not is_first:
             hold.wait_reached()
             with patch.object(Engine, "cancel", crossing):
-                fail_late(job.queue._calls[0], 0.01)
+                fail_late(job.queue._caller._calls[0], 0.01)
         wait_until(lambda: early._over is not None and early._over.done())
         barrier("late")
         job.queue.wait()
@@ -1033,7 +1033,7 @@ def an_adapters_poll(out: Path) -> list[bool]:
     found = []
     for number in range(6):
         saves.save({f"rank{_rank()}": torch.ones(1000)}, str(out / f"{number}"))
-        call = saves._queue._calls[0]
+        call = saves._queue._caller._calls[0]
         wait_until(partial(is_done, call.outcome))
         barrier("written")
         saves.poll()

@@ -493,7 +493,7 @@ def _going_on(out: Path, how: Any) -> Facts:
     manager = CheckpointManager(out, save_every=1, on_error=how)
     with inject(*([Fault.errno("chunk", 28)] if rank == 1 else [])):
         handle = manager.save(1, state)
-        wait_until(manager._queue._calls[0].outcome.done)
+        wait_until(manager._queue._caller._calls[0].outcome.done)
 
     def save(step: int) -> None:
         dist.barrier()

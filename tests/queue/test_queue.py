@@ -501,7 +501,7 @@ def test_an_error_in_the_block_does_not_cost_a_checkpoint(when: str, tmp_path: P
         with inject(*[hold.fault] if when == "being written" else []):
             schedule(queue, tmp_path, small_state(1))
         if when == "written":
-            wait([call.outcome for call in queue._calls])
+            wait([call.outcome for call in queue._caller._calls])
         release = released_in(hold, AsyncCallsQueue.__exit__)
         with (
             release if when == "being written" else nullcontext(),
@@ -540,7 +540,7 @@ def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
         with inject(hold.fault):
             schedule(queue, tmp_path / "stuck", small_state(2))
         hold.wait_reached()
-        wait([queue._calls[0].outcome])
+        wait([queue._caller._calls[0].outcome])
         began = time.monotonic()
         with pytest.raises(error, match="mine") as raised, queue:
             raise error("mine")

@@ -46,7 +46,7 @@ def holds(path: Path, seed: int, tmp_path: Path) -> bool:
 
 def written(queue: AsyncCallsQueue) -> None:
     """Wait until the files of all that is scheduled are written, and finalise nothing."""
-    for call in queue._calls:
+    for call in queue._caller._calls:
         call.outcome.result(60)
 
 

@@ -317,7 +317,7 @@ def test_finishing_once_more_does_not_remove_what_another_save_has_made(tmp_path
     assert names_in(tmp_path) == set()
     with AsyncCallsQueue() as queue:
         schedule(queue, tmp_path, state_of(2))
-        for call in queue._calls:
+        for call in queue._caller._calls:
             call.outcome.result(60)
         with pytest.raises(SaveError, match="were removed"):
             writer.finish(metadata, [results])

@@ -52,7 +52,7 @@ def commits(function: F) -> F:
     return function
 
 
-def _committed_by(function: Callable[[], Any]) -> tuple[Any, ...] | None:
+def committed_by(function: Callable[[], Any]) -> tuple[Any, ...] | None:
     """The arguments of a commit, if a finalize function is known to do nothing else.
 
     That is a partial; or a closure, such as Megatron's, that Python compiled to use no name and no
@@ -170,17 +170,12 @@ class AsyncRequest(NamedTuple):
                 args[1] = self.preload_fn()
         return args
 
-    @property
-    def raises_on_all_ranks(self) -> bool:
-        """Whether its finalize functions are known to raise on all ranks or on none."""
-        return all(_committed_by(each) is not None for each in self.finalize_fns)
-
     def early_commit(self, group: dist.ProcessGroup | None) -> EarlyCommit | None:
         """The early commit of its save, which is allowed now.
 
         ``None`` if a finalize function is to run before, or other ranks save than those of a group.
         """
-        first = _committed_by(self.finalize_fns[0]) if self.finalize_fns else None
+        first = committed_by(self.finalize_fns[0]) if self.finalize_fns else None
         if first is None:
             return None
         writer, _, wrapper = first
@@ -289,12 +284,19 @@ class AsyncCaller(ABC):
         phase = "stage"
         try:
             args = request.loaded_args()
-            fd = None
-            if call.native is None:
-                phase = "serialise"
-                fd = serialize_call(request.async_fn, args, request.async_fn_kwargs or {})
+            if (native := call.native) is not None:
+                phase = "start"
+                native.start(args[1]).add_done_callback(lambda _: call.settle(native.failure()))
+                return call
+            phase = "serialise"
+            fd = serialize_call(request.async_fn, args, request.async_fn_kwargs or {})
             phase = "start"
-            self._start(call, args, fd)
+            try:
+                call.process = self._worker()
+            except BaseException:  # passed on; no process owns the descriptor
+                os.close(fd)
+                raise
+            call.process.submit(fd).add_done_callback(lambda done: call.settle(done.result()))
         except BaseException as error:  # of the user's functions, or an interrupt
             # A call that cannot be pickled fails on every rank, so each raises at once.
             if phase == "serialise" or not isinstance(error, Exception):
@@ -310,18 +312,6 @@ class AsyncCaller(ABC):
         if call.native is not None:
             call.native.abort(failure_of(interrupt, phase="start"))
             call.discard()
-
-    def _start(self, call: Call, args: list[Any], call_fd: int | None) -> None:
-        if (native := call.native) is not None:
-            native.start(args[1]).add_done_callback(lambda _: call.settle(native.failure()))
-            return
-        assert call_fd is not None  # serialised above
-        try:
-            call.process = self._worker()
-        except BaseException:  # passed on; no process owns the descriptor
-            os.close(call_fd)
-            raise
-        call.process.submit(call_fd).add_done_callback(lambda done: call.settle(done.result()))
 
     def _fail(self, call: Call, error: Exception, *, phase: str) -> None:
         failure = failure_of(error, phase=phase)

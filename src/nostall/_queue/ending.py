@@ -28,7 +28,7 @@ from nostall._engine import default_engine
 from nostall._model.jobs import Failure
 from nostall._model.threads import is_done
 from nostall._model.wording import counted
-from nostall._queue.callers import Call
+from nostall._queue.callers import Call, committed_by
 from nostall._queue.sigterm import STATUS, is_interpreter_ending, preemption
 from nostall._ranks.agreement import PATIENCE_S, Question, Scheduled, View, share_failure
 from nostall._ranks.failures import raise_everywhere
@@ -128,7 +128,8 @@ def look_at(call: Call, first_index: int, last_index: int, *, waits: bool) -> Vi
         committing=early is not None and early.is_committing,
         committed=0 if early is None else early.committed,
         save=early.identity if early is not None and early.is_allowed else 0,
-        shares=not call.request.raises_on_all_ranks,
+        # A commit raises on all ranks or on none.
+        shares=not all(map(committed_by, call.request.finalize_fns)),
         waits=waits,
         index=call.request.call_idx - first_index,
         last=last_index - first_index,

@@ -95,7 +95,22 @@ def decoded(messages: Sequence[RankMessage | bytes]) -> list[RankMessage]:
     found: list[RankMessage] = []
     for rank, each in enumerate(messages):
         try:
-            found.append(each if isinstance(each, RankMessage) else _decoded(each))
+            if isinstance(each, RankMessage):
+                found.append(each)
+                continue
+            is_reference, outcome, written, changed_plan, save, alike, took_s = pickle.loads(each)
+            directory, files, left, belongs_at = written
+            # Calls with * would take twice as long, for thousands of ranks.
+            if files is not None:
+                files = tuple([WrittenFile(name, nbytes, crc32) for name, nbytes, crc32 in files])
+            if is_reference:
+                token, names = outcome
+                outcome = ResultsReference(token, names)
+            if save is not None:
+                series, number = save
+                save = SaveId(series, number)
+            written = RankFiles(directory, files, left, belongs_at)
+            found.append(RankMessage(outcome, written, changed_plan, save, alike, took_s))
         except Exception as error:  # a pickle can raise anything
             raise SaveError(
                 f"the message of a rank cannot be read: {error!r:.200}",
@@ -104,22 +119,6 @@ def decoded(messages: Sequence[RankMessage | bytes]) -> list[RankMessage]:
                 hint="run the same versions of nostall and torch on all ranks",
             ) from error
     return found
-
-
-def _decoded(message: bytes) -> RankMessage:
-    is_reference, outcome, written, changed_plan, save, counts_alike, took_s = pickle.loads(message)
-    directory, files, left, belongs_at = written
-    # Calls with * would take twice as long, for thousands of ranks.
-    if files is not None:
-        files = tuple([WrittenFile(name, nbytes, crc32) for name, nbytes, crc32 in files])
-    if is_reference:
-        token, names = outcome
-        outcome = ResultsReference(token, names)
-    if save is not None:
-        series, number = save
-        save = SaveId(series, number)
-    written = RankFiles(directory, files, left, belongs_at)
-    return RankMessage(outcome, written, changed_plan, save, counts_alike, took_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

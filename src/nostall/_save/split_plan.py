@@ -119,10 +119,6 @@ class CheckpointMetadataCache(PlanMemory):
         self._begun.clear()
         self._saves_to.clear()
 
-    def begin(self, save: SplitSave) -> None:
-        """Note a save that was counted."""
-        self._begun.append(weakref.ref(save))
-
     def note_finalised(self, save: SplitSave | None) -> None:
         """Note that all ranks have finalised a save."""
         self._begun = [each for each in self._begun if each() is not save]
@@ -218,13 +214,6 @@ class SaveSession(_torch.DistWrapper):
         the cache may already hold those of a later save."""
 
 
-def session_of(wrapper: _torch.DistWrapper) -> SaveSession:
-    """The session behind a wrapper; without planning results if it is the caller's own."""
-    if isinstance(wrapper, SaveSession):
-        return wrapper
-    return SaveSession(wrapper.group, wrapper.use_dist, wrapper.coordinator_rank)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SaveArguments:
     """The arguments of one save, on this rank."""
@@ -304,7 +293,7 @@ def plan_save(
     else:
         metadata = _plan(arguments, session, alone=False)
     if cache is not None and writer._rank_save.split is not None:
-        cache.begin(writer._rank_save.split)
+        cache._begun.append(weakref.ref(writer._rank_save.split))
     return metadata, session
 
 

@@ -26,7 +26,6 @@ from nostall._save.stage_and_write import (
     give_up,
     stage,
     stage_in_background,
-    without_sources,
     write_here,
     write_in_background,
 )
@@ -193,7 +192,9 @@ class SplitSave(BackgroundSave):
                 self.engine.stop_threads(self.job)
                 remove_in_time(sorted(self.progress.created))
                 raise
-            self.prepared = without_sources(self.prepared)
+            # Its tensors need not be kept.
+            planned = replace(self.prepared.planned, sources=())
+            self.prepared = replace(self.prepared, planned=planned)
         return snapshot
 
     def wait_staged(self, timeout: float | None) -> None:

@@ -10,7 +10,7 @@ import pickle
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -42,7 +42,6 @@ from nostall._storage.locations import is_address, storage_options_of
 from nostall._writer.child import import_paths
 from nostall._writer.files import perform
 from nostall._writer.shared import WholeImage
-from nostall._writer.streams import StreamTarget
 from nostall.errors import NostallError, SaveAbortedError, StagingError
 
 # --- take the snapshot ----------------------------------------------------------------------------
@@ -69,7 +68,8 @@ def stage_in_background(
     """Take the snapshot during training; no tensor may be changed before a wait for the fence."""
     _require_unstaged(prepared)
     prepared.target.progress.to(State.STAGING)
-    bare = without_sources(prepared)  # the thread refers to this only
+    # The thread refers to this only.
+    bare = replace(prepared, planned=replace(prepared.planned, sources=()))
 
     def begin(sources: list[torch.Tensor | bytes], after: Marks) -> tuple[Snapshot, Copies]:
         detached = replace(bare, planned=replace(bare.planned, sources=sources))
@@ -108,27 +108,37 @@ def _begin_snapshot(
 ) -> tuple[Snapshot, Copies]:
     """The snapshot and its copies; of a save in waves, the last, while the others are written."""
     _require_unstaged(prepared)
-    *earlier, last = waves(prepared.layout, engine.options.max_wave_nbytes)
-    most = max(wave.image_nbytes for wave in (*earlier, last))
+    layouts = waves(prepared.layout, engine.options.max_wave_nbytes)
+    most = max(wave.image_nbytes for wave in layouts)
     written: list[Future[RankReport]] = []
     lease: Lease | None = None
     try:
-        for number, wave in enumerate(earlier):
+        while True:
+            wave = layouts[len(written)]
             lease = lease_for(prepared, engine, most, beyond_limit=beyond_limit)
-            snapshot, copies = _fill(prepared, wave, lease, engine, after)
+            try:
+                snapshot, copies = begin_snapshot(
+                    prepared.planned, wave, lease, method=engine.copy_method, after=after
+                )
+            except Exception as error:  # tensor subclasses and devices can raise anything
+                raise StagingError(
+                    f"the snapshot failed: {type(error).__name__}: {error}",
+                    rank=prepared.target.settings.rank,
+                    phase="stage",
+                    job=prepared.target.job,
+                ) from error
+            snapshot = replace(snapshot, wave=len(written))
+            if wave is layouts[-1]:
+                return replace(snapshot, earlier=tuple(written)), copies
             copies.wait()
             _require_going(prepared, written, is_aborted)
-            snapshot = replace(snapshot, wave=number)
             written.append(write_in_background(snapshot, prepared.target, engine))
             lease = None  # owned by the write
-        lease = lease_for(prepared, engine, most, beyond_limit=beyond_limit)
-        snapshot, copies = _fill(prepared, last, lease, engine, after)
     except BaseException:  # an interrupt, too: nothing else releases the lease and the waves
         if lease is not None:
             lease.release()
         _cancel(written, prepared.target, engine)
         raise
-    return replace(snapshot, wave=len(earlier), earlier=tuple(written)), copies
 
 
 def _require_going(
@@ -152,22 +162,6 @@ def lease_for(prepared: PreparedSave, engine: Engine, nbytes: int, *, beyond_lim
         raise
 
 
-def _fill(
-    prepared: PreparedSave, layout: Layout, lease: Lease, engine: Engine, after: Marks | None
-) -> tuple[Snapshot, Copies]:
-    try:
-        return begin_snapshot(
-            prepared.planned, layout, lease, method=engine.copy_method, after=after
-        )
-    except Exception as error:  # tensor subclasses and devices can raise anything
-        raise StagingError(
-            f"the snapshot failed: {type(error).__name__}: {error}",
-            rank=prepared.target.settings.rank,
-            phase="stage",
-            job=prepared.target.job,
-        ) from error
-
-
 def _require_unstaged(prepared: PreparedSave) -> None:
     if prepared.layout.files and not prepared.planned.sources:
         raise StagingError(
@@ -177,11 +171,6 @@ def _require_unstaged(prepared: PreparedSave) -> None:
             job=prepared.target.job,
             hint="every save takes one snapshot; plan again to take another",
         )
-
-
-def without_sources(prepared: PreparedSave) -> PreparedSave:
-    """The save without its tensors, which need not be kept once the snapshot is taken."""
-    return replace(prepared, planned=replace(prepared.planned, sources=()))
 
 
 # --- write it -------------------------------------------------------------------------------------
@@ -254,9 +243,12 @@ def write_in_background(
         engine: The engine with the writer process.
     """
     target.progress.to(State.STAGED)
-    stream = _pickled(target.settings.stream)
-    if target.settings.stream is not None and stream is None:
-        return _write_in_thread(snapshot, target, engine)
+    stream: bytes | None = None
+    if target.settings.stream is not None:
+        with suppress(pickle.PicklingError, AttributeError, TypeError):
+            stream = pickle.dumps(target.settings.stream)
+        if stream is None or b"__main__" in stream:  # the writer process does not run it
+            return _write_in_thread(snapshot, target, engine)
     job = job_of(
         snapshot.layout,
         target,
@@ -266,17 +258,6 @@ def write_in_background(
         stream=stream,
     )
     return engine.submit(job, snapshot.lease, after=snapshot.earlier)
-
-
-def _pickled(stream: StreamTarget | None) -> bytes | None:
-    """The user's callables as a pickle that does not need the main module, or ``None``."""
-    if stream is None:
-        return None
-    try:
-        pickled = pickle.dumps(stream)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return None
-    return None if b"__main__" in pickled else pickled
 
 
 def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> Future[RankReport]:

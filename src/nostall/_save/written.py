@@ -19,7 +19,7 @@ from nostall._commit.results import (
     ResultsReference,
     in_columns,
 )
-from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
+from nostall._model.jobs import FileReceipt, RankFailed, RankReport
 from nostall._model.names import AS_SAFETENSORS
 from nostall._model.values import Layout, RankFiles, Share, WrittenFile
 from nostall._ranks.failures import error_of
@@ -48,7 +48,16 @@ def require_written(prepared: PreparedSave, report: RankReport) -> list[FileRece
     """
     if isinstance(report, RankFailed):
         raise error_of(report, job=prepared.target.job)
-    receipts = _in_layout_order(prepared, report)
+    found = {receipt.name: receipt for receipt in report.receipts}
+    missing = [file.name for file in prepared.layout.files if file.name not in found]
+    if missing:
+        raise IncompleteSaveError(
+            f"no receipt for {missing}",
+            rank=report.rank,
+            phase="collect",
+            job=prepared.target.job,
+        )
+    receipts = [found[file.name] for file in prepared.layout.files]
     if prepared.target.settings.stream is None and receipts:
         _require_file(prepared.target, receipts[0])
     for receipt in receipts:
@@ -236,16 +245,3 @@ def expected_results(
             index = share.plan.items[slot.item].index
             results.append(WriteResult(index=index, size_in_bytes=length, storage_data=info))
     return results
-
-
-def _in_layout_order(prepared: PreparedSave, report: RankWritten) -> list[FileReceipt]:
-    receipts = {receipt.name: receipt for receipt in report.receipts}
-    missing = [file.name for file in prepared.layout.files if file.name not in receipts]
-    if missing:
-        raise IncompleteSaveError(
-            f"no receipt for {missing}",
-            rank=prepared.target.settings.rank,
-            phase="collect",
-            job=prepared.target.job,
-        )
-    return [receipts[file.name] for file in prepared.layout.files]
