@@ -65,10 +65,11 @@ class EngineOptions:
     """Longest time that interpreter shutdown spends on completing scheduled saves."""
 
     def __post_init__(self) -> None:
+        # Values are kept in Python's own types.
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                _set(self, name, require_integer(name, value, at_least=least))
+                object.__setattr__(self, name, require_integer(name, value, at_least=least))
         _require(
             self.io_threads is None or self.io_threads <= MOST_IO_THREADS,
             f"io_threads={self.io_threads}",
@@ -81,9 +82,9 @@ class EngineOptions:
             f"chunk_nbytes={self.chunk_nbytes!r}",
             "a positive multiple of 4096",
         )
-        _set(self, "chunk_nbytes", int(self.chunk_nbytes))
+        object.__setattr__(self, "chunk_nbytes", int(self.chunk_nbytes))
         for name in ("copy_past_caches", "direct_io"):
-            _set(self, name, require_switch(name, getattr(self, name)))
+            object.__setattr__(self, name, require_switch(name, getattr(self, name)))
         for name, classes, wanted in _PRIORITIES:
             value = getattr(self, name)
             possible = value is None or (_is_integer(value) and value in classes)
@@ -95,7 +96,7 @@ class EngineOptions:
                 f"{name}={seconds!r}",
                 "a positive number of seconds, at most threading.TIMEOUT_MAX",
             )
-            _set(self, name, float(seconds))
+            object.__setattr__(self, name, float(seconds))
 
     @property
     def max_wave_nbytes(self) -> int | None:
@@ -137,9 +138,9 @@ class WriterOptions:
 
     def __post_init__(self) -> None:
         thread_count = require_integer("thread_count", self.thread_count, at_least=1)
-        _set(self, "thread_count", thread_count)
+        object.__setattr__(self, "thread_count", thread_count)
         for name in ("sync_files", "overwrite"):
-            _set(self, name, require_switch(name, getattr(self, name)))
+            object.__setattr__(self, name, require_switch(name, getattr(self, name)))
         _require(self.staging in _STAGING, f"staging={self.staging!r}", " or ".join(_STAGING))
         hint: object = self.separation_hint
         if hint is not None:
@@ -192,11 +193,6 @@ def _is_integer(value: object) -> TypeGuard[int]:
 
 def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _set(options: object, name: str, value: object) -> None:
-    """Replace an argument by the same value in Python's own type, in a frozen instance."""
-    object.__setattr__(options, name, value)
 
 
 def _require(condition: object, given: str, wanted: str) -> None:

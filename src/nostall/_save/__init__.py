@@ -1,1 +1,1 @@
-"""One save of one rank, from its plan to its receipts. Read ``session`` first."""
+"""One save of one rank, from its plan to its receipts. Read ``rank_save`` first."""

@@ -95,18 +95,9 @@ def publish(
     directory, name = settings.directory, settings.metadata_name
     path, timeout_s = os.path.join(directory, name), engine.options.save_timeout_s
     storage = storage_at(directory, sync=settings.options.sync_files)
-    mine = save.state.receipts[:1] if settings.stream is None else ()
     is_stocks_object = metadata.storage_data is None
-    point = _PointOfNoReturn(Faults(engine.faults).at)
-
-    def at(where: str) -> None:
-        # The temporary file is already in the directory: both are in the same one.
-        gone = [
-            each.name for each in mine if where == "publish" and not may_have(storage, each.name)
-        ]
-        if gone:
-            raise OSError(errno.ENOENT, "the files of this save are gone", storage.where(gone[0]))
-        point.at(where)
+    mine = [each.name for each in save.state.receipts[:1] if settings.stream is None]
+    point = _PointOfNoReturn(storage, mine, Faults(engine.faults))
 
     def run() -> tuple[str, ...]:
         with directories.committing(directory, timeout_s=timeout_s):
@@ -124,7 +115,7 @@ def publish(
                 finished.content,
                 metadata_name=name,
                 replaced_files=left_over,
-                at=at,
+                at=point.at,
             )
             directories.note_removed([storage.where(each) for each in names])
             if visit is not None:
@@ -177,11 +168,15 @@ class _PointOfNoReturn:
     A checkpoint that is reported as lost never appears later.
 
     Args:
-        at: Called with each point of the commit; may raise.
+        storage: The directory.
+        mine: Names of files of the save that must be in it.
+        faults: Faults that a test injects into the commit.
     """
 
-    def __init__(self, at: Callable[[str], None]) -> None:
-        self._at = at
+    def __init__(self, storage: Files, mine: Sequence[str], faults: Faults) -> None:
+        self._storage = storage
+        self._mine = mine
+        self._faults = faults
         self._lock = threading.Lock()
         self._is_given_up = False
         self._is_passed = False
@@ -191,8 +186,14 @@ class _PointOfNoReturn:
 
         Raises:
             SaveAbortedError: The commit was given up.
+            OSError: A file is gone.
         """
-        self._at(point)
+        # The temporary file is already in the directory: both are in the same one.
+        for name in self._mine if point == "publish" else ():
+            if not may_have(self._storage, name):
+                where = self._storage.where(name)
+                raise OSError(errno.ENOENT, "the files of this save are gone", where)
+        self._faults.at(point)
         with self._lock:
             if self._is_given_up:
                 raise SaveAbortedError("the caller no longer waits for the commit", phase="commit")
@@ -219,24 +220,15 @@ def is_unpublished(error: Exception) -> bool:
 def files_of(storage: Files, name: str) -> set[str]:
     """Names of the shard files of a checkpoint; empty without trustworthy metadata."""
     try:
-        return files_named_by(storage, name)
+        with open_to_read(storage, name) as stream:
+            manifest = manifest_alone(stream)
+            if manifest is None:
+                path = storage.where(name)
+                files = referenced_files(read_metadata(stream, path), path=path)
+            else:  # much faster to read than the metadata
+                files = {file.name for file in manifest.files}
     except OSError:
         return set()
-
-
-def files_named_by(storage: Files, name: str) -> set[str]:
-    """The files that a checkpoint's metadata names.
-
-    Raises:
-        OSError: The metadata cannot be read.
-    """
-    with open_to_read(storage, name) as stream:
-        manifest = manifest_alone(stream)
-        if manifest is None:
-            path = storage.where(name)
-            files = referenced_files(read_metadata(stream, path), path=path)
-        else:  # much faster to read than the metadata
-            files = {file.name for file in manifest.files}
     return set(filter(is_ours_to_remove, files))
 
 
@@ -267,8 +259,15 @@ def unused(
         # Commits of this process to a directory take turns, so none of these is under way in it. A
         # process whose draft is gone fails cleanly, or makes another one.
         yield from filter(is_draft, names)
+        rank = metadata_name.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
+        unknown = sorted(name for name in strangers - left if not rank or f"{rank}_" in name)
         longest_s = _SAVES_PER_AGE * max(save_timeout_s, _LONG_S)
-        yield from _old_ones(files, metadata_name, strangers - left, longest_s)
+        # By the clock of the storage.
+        oldest_s = files.stat(metadata_name).modified_s - longest_s if unknown else 0.0
+        for name in unknown:
+            with suppress(ReadError):  # not a regular file
+                if files.stat(name).changed_s < oldest_s:
+                    yield name
     except OSError:  # not fatal: the next save looks again
         where = files.where()
         _log.debug("files of other saves cannot be listed: path=%s", where, exc_info=True)
@@ -290,19 +289,6 @@ def unreferenced(files: Files, names: Sequence[str], own: str) -> set[str]:
                 return set()
             strangers -= referenced
     return strangers
-
-
-def _old_ones(files: Files, own: str, names: Set[str], longest_s: float) -> Iterator[str]:
-    """The files too old for any save under way to commit, by the clock of the storage."""
-    rank = own.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
-    if not names:
-        return
-    oldest_s = files.stat(own).modified_s - longest_s
-    for name in sorted(names):
-        is_of_rank = not rank or f"{rank}_" in name
-        with suppress(ReadError):  # not a regular file
-            if is_of_rank and files.stat(name).changed_s < oldest_s:
-                yield name
 
 
 def remove_unpublished(

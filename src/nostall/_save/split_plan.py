@@ -225,16 +225,12 @@ class _SaveArguments:
     """Identifies the ranks that save together, and this rank."""
     coordination: Coordination
     writer: SplitWriter
+    reused: Metadata | None
+    """On the coordinator of a save that is not planned together, that of the last one."""
 
     def fail_later(self, error: BaseException) -> None:
         """Report an error to all ranks when the save is finalised."""
         self.writer._rank_save.fail_later(as_save_error(error, self.coordination.rank))
-
-    def reusable(self, cache: CheckpointMetadataCache | None) -> Metadata | None:
-        """On the coordinator, the metadata of the last save of the structure."""
-        if cache is None or not self.coordination.is_coordinator:
-            return None
-        return cache.reusable_metadata()
 
 
 def plan_save(
@@ -273,6 +269,7 @@ def plan_save(
         coordination.rank,
         coordination.world_size,
     )
+    alone = cache if cache is not None and plans_alone(cache.plans, group=group) else None
     arguments = _SaveArguments(
         state_dict=state_dict,
         planner=planner,
@@ -280,15 +277,15 @@ def plan_save(
         group=group,
         coordination=coordination,
         writer=writer,
+        reused=alone.reusable_metadata() if alone and coordination.is_coordinator else None,
     )
     if coordination.is_coordinator:
         _log.info("saving: path=%s ranks=%d", directory, coordination.world_size)
-    alone = cache is not None and plans_alone(cache.plans, group=group)
-    if cache is not None and alone:
+    if alone is not None:
         session.save, session.save_here = counted.save, counted.save_here
-        session.reused_plans = cache.all_plans
-        metadata = arguments.reusable(cache)
-        if not _prepare_known(arguments, cache, session):
+        session.reused_plans = alone.all_plans
+        metadata = arguments.reused
+        if not _prepare_known(arguments, alone, session):
             metadata = _plan(arguments, session, alone=True)
     else:
         metadata = _plan(arguments, session, alone=False)
@@ -342,13 +339,13 @@ def _plan(arguments: _SaveArguments, session: SaveSession, *, alone: bool) -> Me
         local = _torch.wrap_exception(error)
     if alone and not isinstance(local, SavePlan):
         arguments.fail_later(local[0])
-        return arguments.reusable(cache)
+        return arguments.reused
     route: Route = Together()
     if cache is not None and isinstance(local, SavePlan):
         route = choose_route(
             cache.plans, group=arguments.group, planner=arguments.configuration, local=local
         )
-    metadata: Metadata | None = None
+    metadata = arguments.reused
     try:
         match route:
             case Together():
@@ -358,9 +355,8 @@ def _plan(arguments: _SaveArguments, session: SaveSession, *, alone: bool) -> Me
                 )
                 session.save_here = session.save
             case Reuse(final):
-                metadata = arguments.reusable(cache)
+                pass
             case Changed(final, local_plan_now):
-                metadata = arguments.reusable(cache)
                 session.changed_plan = local_plan_now
             case _:
                 assert_never(route)
