@@ -261,7 +261,7 @@ def prepare(
 class KnownSave:
     """The part of a prepared save that the next save with an equal plan can reuse.
 
-    Only by a writer whose containers have its format.
+    Only a writer whose containers have its format can use it.
     """
 
     structure: KnownStructure | None
@@ -282,24 +282,6 @@ class KnownSave:
     def results(self) -> tuple[WriteResult, ...]:
         """DCP's results of a save with this layout."""
         return tuple(expected_results(self.share, self.layout))
-
-
-def known(prepared: PreparedSave, structure: KnownStructure | None, engine: Engine) -> KnownSave:
-    """The part of a prepared save that the next one with an equal plan can reuse."""
-    items = prepared.planned.share.plan.items
-    require_one_result_each(
-        (item.index for item in items),
-        (items[slot.item].index for file in prepared.layout.files for slot in file.slots),
-        rank=prepared.target.settings.rank,
-    )
-    return KnownSave(
-        structure=structure,
-        share=prepared.planned.share,
-        layout=prepared.layout,
-        naming=prepared.target.naming,
-        packing=prepared.target.settings.packing(engine),
-        token=uuid.uuid4().hex,
-    )
 
 
 @no_collection()
@@ -323,7 +305,20 @@ def learn(
         structure = None
         if flat is not None:
             structure = learn_structure(state_dict, flat, prepared.planned, openers)
-        return known(prepared, structure, engine)
+        items = prepared.planned.share.plan.items
+        require_one_result_each(
+            (item.index for item in items),
+            (items[slot.item].index for file in prepared.layout.files for slot in file.slots),
+            rank=prepared.target.settings.rank,
+        )
+        return KnownSave(
+            structure=structure,
+            share=prepared.planned.share,
+            layout=prepared.layout,
+            naming=prepared.target.naming,
+            packing=prepared.target.settings.packing(engine),
+            token=uuid.uuid4().hex,
+        )
     except Exception:  # this save is not affected; the next one is planned
         _log.debug("the structure was not learned", exc_info=True)
         return None

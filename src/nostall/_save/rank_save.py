@@ -169,7 +169,9 @@ class RankSave:
         Raises:
             StagingError: An item could not be resolved.
         """
-        self.state = SplitSave(self._prepared(plan, resolver))
+        with self._target(plan) as target:
+            prepared = prepare(plan, resolver, target=target, engine=default_engine())
+        self.state = SplitSave(prepared)
 
     def prepare_known(
         self,
@@ -251,7 +253,8 @@ class RankSave:
         """The prepared save, and the token of its results that the coordinator has."""
         self.named_plan = None  # of an earlier save of this writer
         if not isinstance(resolver, SavePlanner):
-            return self._prepared(plan, resolver), None
+            with self._target(plan) as target:
+                return prepare(plan, resolver, target=target, engine=default_engine()), None
         self.named_plan = resolver.named_plan
         try:
             with self._target(plan) as target:
@@ -286,10 +289,6 @@ class RankSave:
                 path=self.settings.directory,
             )
 
-    def _prepared(self, plan: SavePlan, resolver: Resolver) -> PreparedSave:
-        with self._target(plan) as target:
-            return prepare(plan, resolver, target=target, engine=default_engine())
-
     @contextmanager
     def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:
         """The target of a new save, which has failed if the block cannot prepare it.
@@ -310,7 +309,7 @@ class RankSave:
             replaces = is_beside or settings.may_replace(engine)
         suffix = ""
         if replaces or settings.has_unique_names or has_failed_in(directory):
-            # Of no other save. A file system refuses a second file of a name, a store replaces it.
+            # A file system refuses a second file of a name. A store replaces the first one.
             suffix = f"-{job[:8]}-{job[-8:]}" if is_address(settings.belongs_at) else f"-{job[:8]}"
         naming = FileNaming(
             prefix=getattr(plan.storage_data, "prefix", None) or f"__{settings.rank}_",
@@ -372,9 +371,9 @@ class RankSave:
     def retrieve(
         self, read: Callable[[PreparedSave, RankReport], T]
     ) -> T | _torch.WrappedException | None:
-        """This rank's report as ``read``, or its failure in DCP's wrapped form; waits for it.
+        """Wait for this rank's report and ``read`` it, or return its failure as DCP wraps it.
 
-        ``None`` if this rank has nothing to write.
+        Returns ``None`` if this rank has nothing to write.
         """
         try:
             if isinstance(self.state, Failed):

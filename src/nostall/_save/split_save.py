@@ -299,9 +299,9 @@ class SplitSave(BackgroundSave):
         self.visit.end(committed=committed)
 
     def collect(self) -> RankReport:
-        """The report, for which this waits, once it is known that the snapshot is consistent.
+        """Wait for the report, and check that the snapshot is consistent. From any thread.
 
-        From any thread; the results do not count as retrieved.
+        The results do not count as retrieved.
 
         Raises:
             StagingError: Tensors were changed without waiting for the snapshot.
