@@ -30,10 +30,6 @@ class SaveId(NamedTuple):
     number: int
     """Counts the saves that all ranks have begun since then."""
 
-    def next(self) -> SaveId:
-        """The identity of the next save."""
-        return SaveId(self.series, self.number + 1)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import inspect
 import secrets
-import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
@@ -227,12 +225,6 @@ def local_plan(
     return plan
 
 
-def set_up_writer(writer: PlanningWriter, plan: SavePlan, wrapper: _torch.DistWrapper) -> None:
-    """Prepare the writer as :func:`local_plan` does, for a plan that is already known."""
-    writer.set_up_storage_writer(wrapper.is_coordinator, rank=wrapper.rank, use_collectives=True)
-    writer.prepare_local_plan(plan)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalPlan:
     """Every rank's final plan and the metadata that describes them all."""
@@ -272,7 +264,8 @@ def plan_together(
         assert memory.last_save is not None  # agreed on, too
         try:
             made = global_plan_of(loaded, writer, planner)
-            final = _applied(made.final[coordination.rank], local)
+            final = made.final[coordination.rank]
+            final = final.applied_to(local) if isinstance(final, Share) else final
         except Exception:  # all ranks agreed to plan alone, so this one must, too
             # Finalising reports the failure.
             _keep(memory, identity, local, local, None, validated=True)
@@ -292,16 +285,12 @@ def plan_together(
     mine = coordination.scatter(answers)
     if mine.failures or mine.final is None or not isinstance(local, SavePlan):
         raise exception_for(mine.failures, step="plan", on_coordinator=coordination.is_coordinator)
-    final = _applied(mine.final, local)
+    final = mine.final.applied_to(local) if isinstance(mine.final, Share) else mine.final
     if memory is None:
         return final, None if made_here is None else made_here.metadata, mine.save
     memory.last_save = mine.save
     metadata = _keep(memory, identity, local, final, made_here, validated=mine.validated)
     return final, metadata, mine.save
-
-
-def _applied(final: Share | SavePlan, local: SavePlan) -> SavePlan:
-    return final.applied_to(local) if isinstance(final, Share) else final
 
 
 @no_collection()
@@ -438,8 +427,3 @@ def with_local_plans(metadata: Metadata, plans: Iterable[CompactPlan]) -> Metada
     """Attach all ranks' plans where frameworks look for them."""
     vars(metadata)["all_local_plans"] = LocalPlans(plans)
     return metadata
-
-
-def group_identity(group: dist.ProcessGroup | None, *, use_dist: bool) -> Any:
-    """Differs, on all ranks alike, once a group is destroyed and made again."""
-    return weakref.ref(group or dist.group.WORLD) if use_dist else None

@@ -136,20 +136,19 @@ def is_stocks_own(planner: SavePlanner) -> TypeGuard[DefaultSavePlanner]:
 
 def serialized(value: Any) -> bytes:
     """An object as serialised by DCP's planner."""
-    if type(value) in _SCALARS and _is_short(value):
-        return _serialize_scalar(type(value).__name__, repr(value), value)
+    kind, length = type(value), 0
+    if kind is str:
+        length = len(value)
+    elif kind is int:
+        length = value.bit_length()
+    if kind in _SCALARS and length <= _LONGEST_KEPT:
+        return _serialize_scalar(kind.__name__, repr(value), value)
     return _saved(value)
 
 
 _SCALARS = (bool, int, float, str, type(None))
 _LONGEST_KEPT = 256
 """Characters of a string, or bits of an integer; the cache takes a few megabytes at most."""
-
-
-def _is_short(value: bool | float | str | None) -> bool:  # noqa: FBT001  # a value of the user's
-    if isinstance(value, str):
-        return len(value) <= _LONGEST_KEPT
-    return not isinstance(value, int) or value.bit_length() <= _LONGEST_KEPT
 
 
 @lru_cache(maxsize=4096)

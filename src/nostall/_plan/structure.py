@@ -141,10 +141,6 @@ _BLOCK_COUNT = 256
 """Tensors that are compared together: few enough to stay in the core's cache."""
 
 
-def _blocks(tensors: Sequence[torch.Tensor]) -> list[Sequence[torch.Tensor]]:
-    return [tensors[at : at + _BLOCK_COUNT] for at in range(0, len(tensors), _BLOCK_COUNT)]
-
-
 class _TensorKinds:
     """Recognises a sequence of tensors by all properties but their values; keeps no tensor.
 
@@ -166,7 +162,7 @@ class _TensorKinds:
         """
         try:
             with _torch.without_modes():
-                return (
+                if not (
                     all(
                         list(map(look, tensors)) == known
                         for look, known in zip(_PROPERTIES, self._properties, strict=True)
@@ -176,21 +172,19 @@ class _TensorKinds:
                         all(map(eq, map(look, tensors), known))
                         for look, known in zip(_EXTENTS, self._extents, strict=True)
                     )
-                    and _all_have_memory(tensors)
                     and not any(hasattr(tensor, "global_shape") for tensor in tensors)
+                ):
+                    return False
+                # Without storage, a tensor's address is near 0.
+                addresses = list(map(torch.Tensor.data_ptr, tensors))
+                return min(addresses, default=_LOW_ADDRESS) >= _LOW_ADDRESS or all(
+                    _torch.missing_data(tensor) is None
+                    and _torch.payload_stride(tensor.detach()) is not None
+                    for tensor, address in zip(tensors, addresses, strict=True)
+                    if address < _LOW_ADDRESS
                 )
         except RuntimeError:
             return False  # nested tensors have no sizes, and tensors inside vmap no storage
-
-
-def _all_have_memory(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the tensors have storage; without it, a tensor's address is near 0."""
-    addresses = list(map(torch.Tensor.data_ptr, tensors))
-    return min(addresses, default=_LOW_ADDRESS) >= _LOW_ADDRESS or all(
-        _torch.missing_data(tensor) is None and _torch.payload_stride(tensor.detach()) is not None
-        for tensor, address in zip(tensors, addresses, strict=True)
-        if address < _LOW_ADDRESS
-    )
 
 
 class KnownStructure:
@@ -213,7 +207,8 @@ class KnownStructure:
         self._runs = [item for item, form in enumerate(share.forms) if form is None]
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         tensors = list(compress(leaves, self._is_tensor))
-        self._kinds = [_TensorKinds(block) for block in _blocks(tensors)]
+        blocks = [slice(at, at + _BLOCK_COUNT) for at in range(0, len(tensors), _BLOCK_COUNT)]
+        self._kinds = [(block, _TensorKinds(tensors[block])) for block in blocks]
         # The file form of these also depends on the storage that they are a view of.
         self._look_again = [
             item
@@ -242,8 +237,8 @@ class KnownStructure:
             leaves = opened + leaves[begin:]
         if len(leaves) != len(self._is_tensor):
             return None
-        blocks = _blocks(list(compress(leaves, self._is_tensor)))
-        if not all(kinds.match(block) for kinds, block in zip(self._kinds, blocks, strict=True)):
+        of_leaves = list(compress(leaves, self._is_tensor))
+        if not all(kinds.match(of_leaves[block]) for block, kinds in self._kinds):
             return None
         sources = [leaves[position] for position in self._leaf_of]
         for item in self._look_again:

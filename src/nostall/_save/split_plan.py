@@ -35,12 +35,10 @@ from nostall._plan.agree import (
     Route,
     Together,
     choose_route,
-    group_identity,
     local_plan,
     plan_together,
     plans_alone,
     same_plan,
-    set_up_writer,
 )
 from nostall._plan.planner import (
     PlannerKey,
@@ -107,11 +105,11 @@ class CheckpointMetadataCache(PlanMemory):
         begun = [reference() for reference in self._begun]
         # Not if one is lost, or may never be scheduled.
         alike = all(each and each.was_started and not each.progress.is_over for each in begun)
-        self.last_save = self.last_save.next()
+        series, number = self.last_save
+        self.last_save = SaveId(series, number + 1)
         self._saves_to[directory] += 1
         alike &= len(self._saves_to) < _MOST_DIRECTORIES
-        here = SaveId(self.last_save.series, self._saves_to[directory])
-        return Counted(self.last_save if alike else None, here)
+        return Counted(self.last_save if alike else None, SaveId(series, self._saves_to[directory]))
 
     def begin_series(self, series: int) -> None:
         """Count anew from here on, which all ranks do together."""
@@ -264,7 +262,8 @@ def plan_save(
         )
     coordination = coordination_of(session)
     group = (
-        group_identity(process_group, use_dist=use_dist),
+        # Differs, on all ranks alike, once a group is destroyed and made again.
+        weakref.ref(process_group or dist.group.WORLD) if use_dist else None,
         coordinator_rank,
         coordination.rank,
         coordination.world_size,
@@ -322,7 +321,11 @@ def _prepare_known(
         sources = known.structure.find(arguments.state_dict, voucher.serialize)
         if sources is None:
             return False
-        set_up_writer(writer, known.share.plan, session)
+        # As local_plan() does.
+        writer.set_up_storage_writer(
+            session.is_coordinator, rank=session.rank, use_collectives=True
+        )
+        writer.prepare_local_plan(known.share.plan)
         writer._rank_save.prepare_known(known, sources)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)

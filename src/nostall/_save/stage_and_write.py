@@ -33,7 +33,6 @@ from nostall._model.jobs import (
 from nostall._model.progress import State
 from nostall._model.threads import is_done, spawn_or_run
 from nostall._model.values import Layout
-from nostall._plan.items import container_settings
 from nostall._plan.layout import waves
 from nostall._ranks.failures import await_report, error_of, failure_of, joined, when_done
 from nostall._save.prepared import PreparedSave, SaveTarget
@@ -335,7 +334,7 @@ def job_of(
         chunk_nbytes=settings.chunk_nbytes(layout, engine),
         direct=engine.options.direct_io,
         retries=engine.options.write_retries,
-        checksum_files=container_settings()[0],
+        checksum_files=bool(torch.serialization.get_crc32_options()),
         stream=stream,
         sys_path=tuple(import_paths()) if needs_packages else (),
         storage_options=storage_options_of(settings.directory),
