@@ -168,14 +168,14 @@ _ALLOW_CALLS = (
 class Lease:
     """The right to one block until :meth:`release`, or until the last reference is dropped."""
 
-    def __init__(self, block: Block, give_back: Callable[[Block], None]) -> None:
+    def __init__(self, block: Block, arena: Arena) -> None:
         self.block = block
         self.label: Any = None
         """Set by the holder; a stager finds its lease by it, see :meth:`Arena.lease_at`."""
-        self._give_back = give_back
-        self._finalizer = weakref.finalize(self, give_back, block)
+        self._finalizer = weakref.finalize(self, arena._give_back, block)
         # At exit, a later handler may still wait for this save to be written.
         self._finalizer.atexit = False
+        arena._leases.add(self)  # the caller holds the lock
 
     def release(self) -> None:
         """Return the block to the arena; its bytes may change from now on. Idempotent."""
@@ -231,7 +231,7 @@ class Arena:
                     block = self._take_free(nbytes)
                     if block is not None:
                         self._leased.append(block)
-                        return self._lease_on(block)
+                        return Lease(block, self)
                     out = len(self._leased) + len(self._makers)
                     if beyond_limit or out < self._max_blocks:
                         # No free block is large enough; the new, larger block replaces them all.
@@ -288,18 +288,13 @@ class Arena:
         with self._lock:
             self._makers.remove(maker)
             self._leased.append(made)
-            return self._lease_on(made)
-
-    def _lease_on(self, block: Block) -> Lease:
-        lease = Lease(block, self._give_back)
-        self._leases.add(lease)
-        return lease
+            return Lease(made, self)
 
     def adopt(self, lease: Lease) -> Lease:
         """Take over a lease; its previous holder can no longer release it."""
         with self._lock:
             lease._finalizer.detach()
-            return self._lease_on(lease.block)
+            return Lease(lease.block, self)
 
     @property
     def anything_labelled(self) -> bool:

@@ -68,12 +68,26 @@ def begin_snapshot(
         The snapshot, which is complete when the copies have been waited for, and the copies. CPU
         tensors are copied already.
     """
-    prepared_views = _prepare_views(planned.share, layout, lease.block)
-    _put_runs(prepared_views.runs, planned, lease.block)
-    sources = [planned.sources[item] for item in prepared_views.items]
-    copies = prepared_views.places.fill(
-        cast("list[torch.Tensor]", sources), method=method, after=after
-    )
+    share, block = planned.share, lease.block
+    known: _PreparedViews | None = block.prepared_views
+    if known is not None and (known.layout_key, known.forms) == (layout.key, share.forms):
+        # With this key and these forms the next comparison is one of identities.
+        known = replace(known, layout_key=layout.key, forms=share.forms)
+    else:
+        block.prepared_views = None  # before writing, as an exception may leave half of it
+        _lay_down_containers(layout, block)
+        places, runs = _places(share, layout)
+        known = _PreparedViews(
+            layout_key=layout.key,
+            forms=share.forms,
+            places=Places(views_of(block.memory, places.values())),
+            items=list(places),
+            runs=runs,
+        )
+    block.prepared_views = known
+    _put_runs(known.runs, planned, block)
+    sources = [planned.sources[item] for item in known.items]
+    copies = known.places.fill(cast("list[torch.Tensor]", sources), method=method, after=after)
     return Snapshot(layout=layout, lease=lease), copies
 
 
@@ -93,27 +107,6 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
     _lay_down_containers(layout, lease.block)
     _put_runs(runs, planned, lease.block)
     return Snapshot(layout=layout, lease=lease)
-
-
-def _prepare_views(share: Share, layout: Layout, block: Block) -> _PreparedViews:
-    """Prepare a block for a layout, once: bytes around the payloads, views of their places."""
-    known: _PreparedViews | None = block.prepared_views
-    if known is not None and (known.layout_key, known.forms) == (layout.key, share.forms):
-        # With this key and these forms the next comparison is one of identities.
-        known = replace(known, layout_key=layout.key, forms=share.forms)
-    else:
-        block.prepared_views = None  # before writing, as an exception may leave half of it
-        _lay_down_containers(layout, block)
-        places, runs = _places(share, layout)
-        known = _PreparedViews(
-            layout_key=layout.key,
-            forms=share.forms,
-            places=Places(views_of(block.memory, places.values())),
-            items=list(places),
-            runs=runs,
-        )
-    block.prepared_views = known
-    return known
 
 
 def _places(share: Share, layout: Layout) -> tuple[dict[int, Place], dict[int, int]]:
