@@ -97,9 +97,13 @@ def with_manifest(
         pieces = index.body, index.tables
         nbytes = sum(map(len, pieces))
         plain["index"] = {"nbytes": nbytes, "crc32": f"{index.crc32:08x}"}
-    entries = ",".join(map(_entry, files))  # there may be tens of thousands
+    entries = []
+    for file in files:  # there may be tens of thousands: json.dumps takes four times as long
+        crc32_of_file = "null" if file.crc32 is None else f'"{file.crc32:08x}"'
+        name = encode_basestring_ascii(file.name)
+        entries.append(f'{{"crc32":{crc32_of_file},"name":{name},"nbytes":{file.nbytes}}}')
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
-    line = text.replace('"files":[]', f'"files":[{entries}]').encode() + b"\n"
+    line = text.replace('"files":[]', f'"files":[{",".join(entries)}]').encode() + b"\n"
     footer = f"#nostall-manifest {len(line):012d} {checksum.crc32(line):08x}\n".encode()
     return (*metadata, *pieces, b"\n" + line + footer)
 
@@ -289,10 +293,3 @@ def _finite(value: Any) -> float:
 
 def _damaged(why: str, path: str) -> DamagedCheckpointError:
     return DamagedCheckpointError(why, phase="verify", path=path, hint=DAMAGED_HINT)
-
-
-def _entry(file: WrittenFile) -> str:
-    """A file's entry as ``json.dumps`` writes it, in a fourth of the time."""
-    crc32 = "null" if file.crc32 is None else f'"{file.crc32:08x}"'
-    name = encode_basestring_ascii(file.name)
-    return f'{{"crc32":{crc32},"name":{name},"nbytes":{file.nbytes}}}'

@@ -235,10 +235,6 @@ def _pickled(text: str) -> bytes:
 # --- what the coordinator knows of earlier saves --------------------------------------------------
 
 
-def _files_of(outcomes: Sequence[RankOutcome]) -> list[str]:
-    return [name for each in outcomes if isinstance(each, OF_RESULTS) for name in each.files]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Published:
     """The last publication, with its results and its planned metadata."""
@@ -312,7 +308,7 @@ class KnownResults:
             return None
         if any(value is not last.attributes[name] for name, value in now.items()):
             return None
-        files = _files_of(outcomes)
+        files = [name for each in outcomes if isinstance(each, OF_RESULTS) for name in each.files]
         publication = last.publication.renamed(dict(zip(last.files, files, strict=True)))
         if publication is not None:
             self._published = replace(last, files=files, publication=publication)
@@ -327,7 +323,7 @@ class KnownResults:
             self._published = _Published(
                 tokens=tokens,
                 attributes=_attributes(planned),
-                files=_files_of(outcomes),
+                files=[n for each in outcomes if isinstance(each, OF_RESULTS) for n in each.files],
                 publication=publication,
             )
 
