@@ -92,7 +92,7 @@ class _FileSave(BackgroundSave):
         with uninterrupted():
             self.progress.to(State.STAGING)
             nbytes = self._archive_nbytes()
-            self.progress.expect(nbytes)
+            self.progress.nbytes = nbytes
             lease = self.engine.lease(nbytes)
             lease.block.prepared_views = None  # they are written over
             try:

@@ -87,16 +87,13 @@ class Progress:
         self.path = path
         self._rank = rank
         self.state = State.PLANNED
-        self._nbytes = 0
+        self.nbytes = 0
+        """Size of the rank's files, once it is known."""
         self._written: dict[str, int] = {}
         self.created: set[str] = set()
         """Paths of the files that the save has created."""
         self._began_s = self._moved_s = time.monotonic()
         self._lock = threading.Lock()
-
-    def expect(self, nbytes: int) -> None:
-        """Set the size of the rank's files."""
-        self._nbytes = nbytes
 
     def to(self, state: State) -> bool:
         """Enter a state, and return whether :data:`TRANSITIONS` lets it follow the present one."""
@@ -106,7 +103,7 @@ class Progress:
             self.state = state
             self._moved_s = time.monotonic()
             if state is State.WRITTEN:  # the last chunks are not reported
-                self._written = {"": self._nbytes}
+                self._written = {"": self.nbytes}
             return True
 
     def wrote(self, part: str, nbytes: int) -> None:
@@ -132,7 +129,7 @@ class Progress:
                 path=self.path,
                 rank=self._rank,
                 state=self.state.value,
-                nbytes=self._nbytes,
+                nbytes=self.nbytes,
                 written_nbytes=sum(self._written.values()),
                 seconds=now_s - self._began_s,
                 quiet_s=now_s - self._moved_s,

@@ -522,7 +522,7 @@ class Membership:
 
     def __init__(self, ranks: Coordination) -> None:
         self.rank, self.world_size = ranks.rank, ranks.world_size
-        self._store = GroupStore()
+        self._store = GroupStore() if self.world_size > 1 else None
 
     def is_of(self, wrapper: _torch.DistWrapper) -> bool:
         """Whether a wrapper's group still is the one of these ranks."""
@@ -533,7 +533,7 @@ class Membership:
 
     def are_gone(self) -> bool:
         """Whether the default process group was destroyed, by which these ranks communicate."""
-        if self.world_size == 1:
+        if self._store is None:
             return False
         try:
             self._store.present()

@@ -250,7 +250,7 @@ def prepare(
     with target.timeline.measure("layout"):
         packing = settings.packing(engine)
         layout = engine.lay_out(planned.share.shapes, target.naming, packing)
-    target.progress.expect(layout.nbytes)
+    target.progress.nbytes = layout.nbytes
     return PreparedSave(planned=planned, layout=layout, target=target)
 
 
@@ -345,7 +345,7 @@ def prepare_known(
     elif target.naming != known.naming:
         layout = renamed(layout, target.naming)
     planned = PlannedSave(share=share, sources=sources)
-    target.progress.expect(layout.nbytes)
+    target.progress.nbytes = layout.nbytes
     return as_known(PreparedSave(planned=planned, layout=layout, target=target), known)
 
 

@@ -34,7 +34,7 @@ class Visit:
 
     def __init__(self, directory: str, created: Set[str]) -> None:
         self._directory = directory
-        self._created = created
+        self._created = created  # other threads add to it: no loop of Python's may read it
         self._thread: threading.Thread | None = None
         self._was_left = False
         """Whether the save has ended: committed, given up, or continued by its thread."""
@@ -72,8 +72,9 @@ class Visit:
         with _state.lock:
             over = {visit for visit in _state.visits if visit is not self and visit._is_over()}
             busy = [visit for visit in _state.visits if visit not in over]
-        left = _created(visit for visit in over if visit._directory == self._directory)
-        return tuple(sorted(map(os.path.basename, left - _created(busy))))
+        here = (visit._created for visit in over if visit._directory == self._directory)
+        left = set[str]().union(*here).difference(*(visit._created for visit in busy))
+        return tuple(sorted(map(os.path.basename, left)))
 
     def is_alone(self) -> bool:
         """Whether no other save of this process is under way in the directory."""
@@ -106,11 +107,6 @@ class _State:
 _state = _State()
 
 
-def _created(visits: Iterable[Visit]) -> set[str]:
-    # Not in a loop of Python's: other threads add to these sets meanwhile.
-    return set[str]().union(*(visit._created for visit in visits))
-
-
 def note_removed(paths: Iterable[str]) -> None:
     """Record that files of saves assumed to be over are about to be removed."""
     gone = set(paths)
@@ -135,7 +131,8 @@ def is_in_use(directory: str) -> bool:
 
 def names_in_use(directory: str) -> set[str]:
     """Names of files of this process's saves that are under way in a directory."""
-    return set(map(os.path.basename, _created(_busy_in(directory))))
+    created = set[str]().union(*(visit._created for visit in _busy_in(directory)))
+    return set(map(os.path.basename, created))
 
 
 def _busy_in(directory: str) -> set[Visit]:
