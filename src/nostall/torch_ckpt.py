@@ -29,7 +29,6 @@ from nostall._save.split_save import BackgroundSave
 from nostall._storage.locations import absolute, without_links
 from nostall._storage.posix import (
     give_name,
-    identity_of,
     make_name_durable,
     remove_leftover,
     sync_name,
@@ -205,12 +204,12 @@ class _FileSave(BackgroundSave):
             if self.progress.is_over:
                 raise SaveAbortedError("the save was aborted", phase="commit", path=self._path)
             _keep_mode_and_owner(temporary, of=self._path)
-            identity = identity_of(temporary)
+            status = os.stat(temporary)
             give_name(
                 self._path,
                 temporary,
                 what="the file",
-                is_there=lambda: identity_of(self._path) == identity,
+                is_there=lambda: os.path.samestat(os.stat(self._path), status),
             )
         except NotDurableError:
             raise

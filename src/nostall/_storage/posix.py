@@ -136,7 +136,7 @@ class PosixStorage:
 
         def is_there() -> bool:
             # A file system that renames by copying changes the inode number.
-            if identity_of(final) == identity:
+            if os.path.samestat(os.stat(final), status):
                 return True
             with open_to_read(self, name) as stream:
                 return read_metadata(stream, final) == b"".join(content)
@@ -147,7 +147,7 @@ class PosixStorage:
             before()
             if expected is not None and version_of(self.stat, name) != expected:
                 raise Conflict(final)
-            identity = identity_of(fd)
+            status = os.fstat(fd)
             give_name(final, draft, what="the metadata", is_there=is_there)
             try:
                 is_ours = is_there()
@@ -268,7 +268,7 @@ def write_draft(path: str, content: Sequence[bytes], *, sync: bool) -> int:
         if sync:
             os.fsync(descriptors[0])
         descriptors.append(os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC))
-        if identity_of(descriptors[0]) != identity_of(descriptors[1]):
+        if not os.path.samestat(*map(os.fstat, descriptors)):
             raise OSError(errno.ESTALE, "another process has replaced the file", path)
         # Some file systems store it, or report a full disk, only now.
         os.close(descriptors.pop(0))
@@ -500,16 +500,10 @@ def make_directory(path: str) -> None:
         make_directory(path)
 
 
-def identity_of(path: str | int) -> tuple[int, int]:
-    """Device and inode of a path or descriptor; ``OSError`` if it does not exist."""
-    status = os.stat(path)
-    return status.st_dev, status.st_ino
-
-
 def is_same(one: str | int, other: str) -> bool:
     """Whether both lead to the same existing file or directory."""
     try:
-        return identity_of(one) == identity_of(other)
+        return os.path.samestat(os.stat(one), os.stat(other))
     except OSError:
         return False
 
