@@ -14,7 +14,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeGuard
@@ -161,13 +160,6 @@ def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def without_state(planner: SavePlanner) -> SavePlanner:
-    """A planner that can still make global plans, but keeps no tensor of this save alive."""
-    twin = copy(planner)
-    vars(twin).pop("state_dict", None)
-    return twin
 
 
 def as_save_error(error: BaseException, rank: int) -> NostallError:

@@ -11,6 +11,7 @@ import logging
 import weakref
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -46,7 +47,6 @@ from nostall._plan.planner import (
     planner_failures,
     planner_key,
     vouched,
-    without_state,
 )
 from nostall._ranks.group import Coordination, Membership, Records, coordination_of
 from nostall._save.by_name.planner import SavePlanner as PlannerByName
@@ -369,5 +369,6 @@ def _plan(arguments: _SaveArguments, session: SaveSession, *, alone: bool) -> Me
             cache.known = writer._rank_save.learn(arguments.state_dict, planner, cache.known)
     except Exception as error:  # finalising reports it to every rank
         arguments.fail_later(error)
-    session.planner = without_state(planner)
+    session.planner = copy(planner)
+    vars(session.planner).pop("state_dict", None)  # keeps no tensor of this save alive
     return metadata
