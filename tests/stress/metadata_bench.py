@@ -99,7 +99,7 @@ def _write(file: Path, make: Callable[[], Publication]) -> tuple[float, int]:
     crc32 = checksum.crc32(b"".join(pieces))
     content = with_manifest(pieces, files, crc32=crc32, committed_at_s=0, index=publication.index)
     file.write_bytes(b"".join(content))
-    return seconds, publication.nbytes
+    return seconds, sum(map(len, publication.program))
 
 
 # Each in a process of its own: the first to look at an object pays for its dictionary.

@@ -101,11 +101,6 @@ class Publication:
         return StorageData(self.places)
 
     @cached_property
-    def nbytes(self) -> int:
-        """Length of the program."""
-        return sum(map(len, self.program))
-
-    @cached_property
     def crc32(self) -> int:
         """CRC-32 of the program."""
         return reduce(lambda crc32, piece: checksum.crc32(piece, crc32), self.program, 0)
