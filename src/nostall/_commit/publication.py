@@ -159,33 +159,22 @@ class Publication:
 
 @no_collection()
 def publication_of(finished: Metadata) -> Publication:
-    """The publication of a finished save's metadata."""
+    """The publication of a finished save's metadata.
+
+    All local plans are in the planner data of its pickle. Equal sizes are pickled once; the chunks
+    of the argument come to share them.
+    """
     index, places = indexed(finished), tuple(parts_of(finished.storage_data))
     if index is None:
         names = {each.fqn for each in finished.storage_data}
         files = {each.relative_path for each in finished.storage_data.values()}
     else:
         names, files = set(finished.state_dict_metadata), set(index.files)
-    return Publication(
-        program=(_program_of(finished),),
-        places=places,
-        files=frozenset(files),
-        is_renamable=files.isdisjoint(names),
-        index=index,
-    )
-
-
-def _program_of(metadata: Metadata) -> bytes:
-    """Pickled metadata without ``storage_meta``, and without the STOP instruction.
-
-    All local plans are in the planner data. Equal sizes are pickled once; the chunks of the
-    argument come to share them.
-    """
-    twin, plans = copy(metadata), getattr(metadata, "all_local_plans", None)
+    twin, plans = copy(finished), getattr(finished, "all_local_plans", None)
     if isinstance(plans, LocalPlans | list):
         vars(twin).pop("all_local_plans")
-        if isinstance(metadata.planner_data, Mapping):
-            twin.planner_data = {**metadata.planner_data, PLANS_KEY: LocalPlans.of(plans).plain}
+        if isinstance(finished.planner_data, Mapping):
+            twin.planner_data = {**finished.planner_data, PLANS_KEY: LocalPlans.of(plans).plain}
         else:
             vars(twin)["all_local_plans"] = list(plans)
     vars(twin).pop("storage_meta", None)
@@ -203,7 +192,13 @@ def _program_of(metadata: Metadata) -> bytes:
     pickler = pickle.Pickler(stream, PROTOCOL)
     pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCED}
     pickler.dump(twin)
-    return stream.getvalue()[: -len(pickle.STOP)]
+    return Publication(
+        program=(stream.getvalue()[: -len(pickle.STOP)],),
+        places=places,
+        files=frozenset(files),
+        is_renamable=files.isdisjoint(names),
+        index=index,
+    )
 
 
 def _reduced(cls: type, state_of: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
