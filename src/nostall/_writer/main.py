@@ -97,8 +97,13 @@ class _Writer:
                     cancelled = self._cancelled[message.job] = threading.Event()
                     self._waiting[message.job] = message
                     self._jobs.put((message, cancelled))
-                case Cancel():
-                    self._cancel(message.job)
+                case Cancel():  # at once if the job has not begun, else between two chunks
+                    job = self._waiting.pop(message.job, None)
+                    running = self._cancelled.get(message.job)
+                    if job is not None:
+                        self._answer(message.job, _failed(job, Cancelled()))
+                    elif running is not None:
+                        running.set()
                 case _:
                     raise ProtocolError(f"an unexpected message: {message!r:.200}")
         finally:
@@ -141,16 +146,6 @@ class _Writer:
 
     def _send_created(self, name: str, path: str) -> None:
         self._send(Created(name, path))
-
-    def _cancel(self, name: str) -> None:
-        """Cancel a job: at once if it has not begun, else between two chunks."""
-        job = self._waiting.pop(name, None)
-        if job is None:
-            running = self._cancelled.get(name)
-            if running is not None:
-                running.set()
-            return
-        self._answer(name, _failed(job, Cancelled()))
 
     def _answer(self, name: str, report: RankReport) -> None:
         self._cancelled.pop(name, None)

@@ -98,6 +98,7 @@ class StreamFiles:
         self._failure: Exception | None = None
         self._failing = threading.Lock()
         self._given_up = threading.Event()
+        """Lets each thread stop at the next piece of its file."""
 
     def write(self) -> tuple[FileReceipt, ...]:
         """Write them all.
@@ -107,7 +108,7 @@ class StreamFiles:
             Exception: An error of the user's callables, the first one.
         """
         threads = min(len(self._targets), len(self._job.files))
-        work_together(self._write_some, threads, give_up=self._give_up)
+        work_together(self._write_some, threads, give_up=self._given_up.set)
         if self._failure is not None:
             raise self._failure
         return tuple(self._done[image.name] for image in self._job.files)
@@ -120,10 +121,6 @@ class StreamFiles:
             except IndexError:
                 return
             self._write_one(image, self._targets[thread])
-
-    def _give_up(self) -> None:
-        """Let each thread stop at the next piece of its file."""
-        self._given_up.set()
 
     def _write_one(self, image: FileImage, target: StreamTarget) -> None:
         path = os.path.join(self._job.directory, image.name)
@@ -149,7 +146,7 @@ class StreamFiles:
             if self._failure is None:
                 self._failure = error
                 self._at.move("write", path)
-        self._give_up()
+        self._given_up.set()
 
     def _require_wanted(self) -> None:
         self._at.raise_if_cancelled()
