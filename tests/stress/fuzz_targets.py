@@ -36,7 +36,7 @@ from nostall._model import checksum
 from nostall._model.checksum import use_fastest
 from nostall._model.values import WrittenFile
 from nostall._storage.damage import ChecksumMissing, NoArchive, damage_of_container
-from nostall._storage.port import part_as_stream
+from nostall._storage.port import PartStream
 from nostall._storage.posix import PosixStorage
 from nostall.errors import DamagedCheckpointError, UnknownMetadataError, UntrustedMetadataError
 from nostall.integrity import State
@@ -266,9 +266,7 @@ class ContainerTarget:
         with closing(PosixStorage(str(self._disk.path)).open(self._name)) as source:
             for extent in self._extents:
                 try:
-                    damage = damage_of_container(
-                        part_as_stream(source, extent.offset, extent.length)
-                    )
+                    damage = damage_of_container(PartStream(source, extent.offset, extent.length))
                 except (ChecksumMissing, NoArchive) as error:
                     outcomes.add(type(error).__name__)
                 else:

@@ -42,7 +42,7 @@ from nostall._model.names import (
 )
 from nostall._model.wording import counted, some
 from nostall._storage.locations import is_address, place_of, storage_at
-from nostall._storage.port import Stat, leaves_open, may_have, open_to_read, part_as_stream
+from nostall._storage.port import PartStream, Stat, leaves_open, may_have, open_to_read
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, UnknownMetadataError
 from nostall.integrity import State as Found
 from nostall.integrity import Verification, latest_complete, why_damaged
@@ -304,7 +304,7 @@ def metrics_of(path: str) -> dict[str, float]:
         index: Any = parsed_index(content, {file.name: file.nbytes for file in manifest.files})
         at = index.first_places[index.rows[_ABOUT]]
         with closing(files.open(index.files[index.file[at]])) as source:
-            part = part_as_stream(source, index.offset[at], index.length[at])
+            part = PartStream(source, index.offset[at], index.length[at])
             with zipfile.ZipFile(part) as archive:
                 (name,) = (each for each in archive.namelist() if each.endswith("/data/0"))
                 with archive.open(name) as record:

@@ -19,11 +19,11 @@ from nostall._storage.damage import ChecksumMissing, NoArchive, crc32_of_file, d
 from nostall._storage.locations import storage_at
 from nostall._storage.port import (
     Files,
+    PartStream,
     Stat,
     leaves_open,
     may_pass,
     open_to_read,
-    part_as_stream,
     reason,
 )
 from nostall.errors import NostallError, ReadError
@@ -240,7 +240,7 @@ def _look_into(files: Files, expected: ExpectedFile, on_read: Callable[[int], ob
                 unchecked.append(extent.item)
                 continue
             try:
-                why = damage_of_container(part_as_stream(source, extent.offset, extent.length))
+                why = damage_of_container(PartStream(source, extent.offset, extent.length))
                 archives += 1
             except ChecksumMissing:
                 unchecked.append(extent.item)

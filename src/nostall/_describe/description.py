@@ -17,7 +17,7 @@ from nostall._describe.lazy import lazy_metadata
 from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
 from nostall._model.threads import no_collection
-from nostall._storage.port import Source, as_stream, part_as_stream, read_metadata
+from nostall._storage.port import PartStream, Source, as_stream, read_metadata
 from nostall.errors import DamagedCheckpointError, UntrustedMetadataError
 
 T = TypeVar("T")
@@ -101,7 +101,7 @@ class Indexed:
             ReadError: The pickle is too long.
         """
         if isinstance(self._pickle, _Unread):
-            stream = part_as_stream(source, 0, self._manifest.metadata_nbytes)
+            stream = PartStream(source, 0, self._manifest.metadata_nbytes)
             self._pickle = read_metadata(stream, self._path)
         with no_collection():
             entries, places = entries_and_places(self._index, path=self._path)

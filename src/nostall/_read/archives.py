@@ -29,7 +29,7 @@ from nostall._model.wording import some
 from nostall._read.objects import loaded_safely, reason_of, unloadable
 from nostall._read.plan import Form, Wanted
 from nostall._storage.damage import ChecksumMissing, NoArchive, damage_of_container
-from nostall._storage.port import ReadableFiles, part_as_stream
+from nostall._storage.port import PartStream, ReadableFiles
 from nostall.errors import DamagedCheckpointError, UntrustedObjectError
 
 HEAD_NBYTES = 4096
@@ -122,7 +122,7 @@ class OpenFile:
 
     def archive(self, wanted: Wanted) -> BinaryIO:
         """The archive of an item, as a stream."""
-        return part_as_stream(self, wanted.offset, wanted.nbytes)
+        return PartStream(self, wanted.offset, wanted.nbytes)
 
     def damaged(self, what: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
         """The error for damage to items of this file; names the first of them."""

@@ -275,12 +275,7 @@ def open_to_read(files: Files, name: str) -> Iterator[BinaryIO]:
 
 def as_stream(source: Source) -> BinaryIO:
     """An open file as a stream."""
-    return _Stream(source, 0, source.stat.nbytes)
-
-
-def part_as_stream(source: Source, offset: int, nbytes: int) -> BinaryIO:
-    """Part of an open file as a stream."""
-    return _Stream(source, offset, nbytes)
+    return PartStream(source, 0, source.stat.nbytes)
 
 
 def read_metadata(stream: BinaryIO, path: str) -> bytes:
@@ -342,8 +337,8 @@ class _Part(io.RawIOBase):
         return nbytes
 
 
-class _Stream(io.BufferedReader):
-    """A buffered :class:`_Part`; ``read`` copies nothing."""
+class PartStream(io.BufferedReader):
+    """Part of an open file as a stream; ``read`` copies nothing."""
 
     def __init__(self, source: Source, offset: int, nbytes: int) -> None:
         super().__init__(_Part(source, offset, nbytes))
