@@ -31,6 +31,7 @@ from nostall._save.early_commit import EarlyCommit
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import CheckpointMetadataCache, SaveSession, plan_save
 from nostall._save.written import require_written
+from nostall._storage.directories import busy_in
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 
@@ -141,8 +142,8 @@ def _prepare_to_commit_early(
         split = None if save is None else save.split
         if save is None or split is None:
             return None
-        if not split.visit.is_alone():  # of two saves to a directory, the later one has to win
-            return None
+        if busy_in(split.prepared.target.settings.directory) - {split.visit}:
+            return None  # of two saves to a directory, the later one has to win
         if split.has_to_run:
             report = split.collect()  # has the names of the files
             require_written(split.prepared, report)

@@ -27,7 +27,7 @@ from nostall._engine import default_engine
 from nostall._manager.contents import About, read_about
 from nostall._model.names import is_metadata_of_one_rank
 from nostall._storage.deadlines import in_time
-from nostall._storage.directories import is_in_use
+from nostall._storage.directories import busy_in
 from nostall._storage.locations import is_address, storage_at
 from nostall._storage.port import how_to_read
 from nostall.errors import (
@@ -154,7 +154,7 @@ class StepDirectories:
                 names = storage_at(path).list()
             # Ranks may have committed there, each for itself.
             is_committed = _torch.METADATA_NAME in names or any(map(is_metadata_of_one_rank, names))
-            if not is_in_use(path) and not is_committed:
+            if not busy_in(path) and not is_committed:
                 what = "%s was not finished: removing it, except files that no save has made"
                 _log.warning(what, path)
                 self.remove(step)

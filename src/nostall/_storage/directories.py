@@ -76,10 +76,6 @@ class Visit:
         left = set[str]().union(*here).difference(*(visit._created for visit in busy))
         return tuple(sorted(map(os.path.basename, left)))
 
-    def is_alone(self) -> bool:
-        """Whether no other save of this process is under way in the directory."""
-        return _busy_in(self._directory) <= {self}
-
     def _is_over(self) -> bool:
         """Whether the writing thread has continued; once true, it stays true for all threads."""
         thread = self._thread
@@ -124,18 +120,14 @@ def has_failed_in(directory: str) -> bool:
         return directory in _state.failed_in
 
 
-def is_in_use(directory: str) -> bool:
-    """Whether saves of this process are under way in a directory, with files there or not yet."""
-    return bool(_busy_in(directory))
-
-
 def names_in_use(directory: str) -> set[str]:
     """Names of files of this process's saves that are under way in a directory."""
-    created = set[str]().union(*(visit._created for visit in _busy_in(directory)))
+    created = set[str]().union(*(visit._created for visit in busy_in(directory)))
     return set(map(os.path.basename, created))
 
 
-def _busy_in(directory: str) -> set[Visit]:
+def busy_in(directory: str) -> set[Visit]:
+    """Saves of this process that are under way in a directory, with files there or not yet."""
     with _state.lock:
         busy = {visit for visit in _state.visits if not visit._is_over()}
     if all(visit._directory == directory for visit in busy):

@@ -23,7 +23,7 @@ from nostall._save.prepared import PreparedSave, SaveTarget, WriterSettings
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.written import WrittenItems
 from nostall._storage.deadlines import may_hold, must_stay
-from nostall._storage.directories import is_in_use
+from nostall._storage.directories import busy_in
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
 from nostall.options import require_integer, require_switch
 from nostall.removal import remove_checkpoint
@@ -159,7 +159,7 @@ class TieredSave(RankSave):
                 if os.lstat(os.path.join(root.path, name)).st_mtime < old_s:
                     old.add(name)
         for path in (os.path.join(root.path, name) for name in old):
-            if not is_in_use(path):
+            if not busy_in(path):
                 os.rename(path, os.path.join(root.path, f"{_REMOVED}{os.urandom(8).hex()}"))
         left = [name for name in os.listdir(root.path) if name.startswith(_REMOVED)]
 
