@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from nostall._commit.local_plans import matches_loaded
+from nostall._commit.local_plans import matches_loaded, same_plan
 from nostall._plan.agree import (
     CachedPlans,
     Changed,
@@ -28,7 +28,6 @@ from nostall._plan.agree import (
     Together,
     choose_route,
     plans_alone,
-    same_plan,
 )
 from nostall._plan.planner import PlannerKey
 

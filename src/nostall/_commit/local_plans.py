@@ -155,8 +155,10 @@ def _is_equal(one: Any, other: Any) -> bool:
     return bool(one == other) and (type(one) is not dict or [*one] == [*other])
 
 
-def is_same(one: CompactPlan, other: CompactPlan) -> bool:
+def same_plan(one: CompactPlan, other: CompactPlan) -> bool:
     """Whether two plans have the same items in the same order; storage data may differ."""
+    if one is other:
+        return True
     if isinstance(one, PlanColumns) and isinstance(other, PlanColumns):
         return one == other
     full, other_full = in_full(one), in_full(other)
@@ -174,7 +176,7 @@ def matches_loaded(
         if loaded is None or len(loaded) != world_size:
             return False
         mine = loaded.plans[rank] if isinstance(loaded, LocalPlans) else compact(loaded[rank])
-        return is_same(mine, compact(local))
+        return same_plan(mine, compact(local))
     except Exception:  # of any kind
         return False
 

@@ -29,8 +29,8 @@ from nostall._commit.local_plans import (
     PlanColumns,
     compact,
     in_full,
-    is_same,
     matches_loaded,
+    same_plan,
     sharing,
 )
 from nostall._commit.metadata import local_plans_in
@@ -110,13 +110,6 @@ def choose_route(
     before: dict[Any, WriteItem] = {item.index: item for item in cached.local.items}
     items = [item for item in local.items if item.index in own or before.get(item.index) != item]
     return Changed(replace(local, items=items, storage_data=cached.final.storage_data), local)
-
-
-def same_plan(one: Any, other: Any) -> bool:
-    """Whether two plans have the same items in the same order; storage data may differ."""
-    return bool(
-        one is other or (one.items == other.items and one.planner_data == other.planner_data)
-    )
 
 
 # --- planning -------------------------------------------------------------------------------------
@@ -311,7 +304,7 @@ def _decide_centrally(
         try:
             before = None if memory is None else memory.all_plans
             validated = before is not None and len(before) == len(plans)
-            validated = validated and all(map(is_same, before or (), plans))
+            validated = validated and all(map(same_plan, before or (), plans))
             made = global_plan_of(plans, writer, planner)
         except Exception as error:  # sent to every rank
             failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
