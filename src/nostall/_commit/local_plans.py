@@ -229,7 +229,8 @@ class LocalPlans(Sequence[SavePlan]):
         try:
             return in_full(plan)
         except (LookupError, TypeError, ValueError):
-            raise _not_plans() from None
+            what = "the local plans are not plans"
+            raise UntrustedMetadataError(what, phase="read") from None
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
@@ -238,7 +239,3 @@ class LocalPlans(Sequence[SavePlan]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
-
-
-def _not_plans() -> UntrustedMetadataError:
-    return UntrustedMetadataError("the local plans are not plans", phase="read")

@@ -287,7 +287,12 @@ class _PlacePickler(pickle.Pickler):
         self._begin, self._end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
 
     def persistent_id(self, value: Any) -> Any:
-        if _has_own_memory(value) and self._begin <= value.data_ptr() < self._end:
+        if (
+            isinstance(value, torch.Tensor)
+            # It has memory of its own.
+            and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+            and self._begin <= value.data_ptr() < self._end
+        ):
             return (
                 type(value),
                 vars(value),
@@ -298,13 +303,6 @@ class _PlacePickler(pickle.Pickler):
                 value.requires_grad,
             )
         return None
-
-
-def _has_own_memory(value: Any) -> bool:
-    return (
-        isinstance(value, torch.Tensor)
-        and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    )
 
 
 class _PlaceUnpickler(pickle.Unpickler):
