@@ -34,7 +34,7 @@ from nostall._commit.metadata import extents_of, load_metadata
 from nostall._model.names import METADATA_NAME
 from nostall._model.wording import counted, some
 from nostall._storage.locations import storage_at
-from nostall._storage.port import open_to_read, part_as_stream, read_metadata
+from nostall._storage.port import PartStream, open_to_read, read_metadata
 from nostall.errors import DamagedCheckpointError, OptionError
 from nostall.integrity import why_damaged
 from nostall.loading import load
@@ -273,7 +273,7 @@ def _value_of(path: str, item: Item) -> Any:
     if item.shape is None:
         (part,) = item.parts
         with closing(storage_at(path).open(part["file"])) as source:
-            return part_as_stream(source, part["offset"], part["nbytes"]).read()
+            return PartStream(source, part["offset"], part["nbytes"]).read()
     require_covered(item, path)
     try:
         tensor = torch.empty(item.shape, dtype=getattr(torch, item.dtype))
