@@ -191,7 +191,7 @@ def rotated(out: Path) -> dict[str, Any]:
 
 
 def steady(out: Path) -> dict[str, list[dict[str, int]]]:
-    """What this thread does for the first saves, and for those after the third."""
+    """Work of this thread for the first saves, and for those after the third."""
     of_trainer, of_loop = Periods(0, 8, 14), Periods(0, 4, 7)
 
     class Reach(TrainerCallback):  # type: ignore[misc]  # as above

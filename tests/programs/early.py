@@ -1027,17 +1027,22 @@ def _is_committed(early: EarlyCommit) -> bool:
     return _rank() != 0 or early.committed > 0
 
 
-def an_adapters_poll(out: Path) -> list[bool]:
-    """One poll of an adapter commits each written save: frameworks look for it then."""
+def an_adapters_poll(out: Path) -> list[tuple[bool, bool, bool]]:
+    """One poll of an adapter ends each written save: it commits the save, or finds it committed."""
     saves = Saves(remove_checkpoint)
     found = []
     for number in range(6):
         saves.save({f"rank{_rank()}": torch.ones(1000)}, str(out / f"{number}"))
         call = saves._queue._caller._calls[0]
         wait_until(partial(is_done, call.outcome))
+        early = call.early
+        if early is not None:  # a commit under way is not waited for
+            wait_until(partial(nostall.is_complete, out / f"{number}"))
+            wait_until(lambda early=early: not early.is_committing)
         barrier("written")
         saves.poll()
-        found.append(nostall.verify(out / f"{number}").ok)
+        is_over = saves._queue.get_num_unfinalized_calls() == 0
+        found.append((early is not None, is_over, nostall.verify(out / f"{number}").ok))
         barrier("seen")
     saves.close()
     return found

@@ -190,7 +190,7 @@ def _said() -> Iterator[list[str]]:
 
 
 def steady(out: Path) -> list[dict[str, int]]:
-    """What this thread does for the first saves, and for those after the third."""
+    """Work of this thread for the first saves, and for those after the third."""
     periods = Periods(0, 4, 7)
 
     class Reach(pl.Callback):  # type: ignore[misc]  # as above

@@ -110,7 +110,7 @@ def leftover(out: Path) -> dict[str, Any]:
 
 
 def steady(out: Path) -> list[dict[str, int]]:
-    """What this thread does for the first saves, and for those after the third."""
+    """Work of this thread for the first saves, and for those after the third."""
     ours = _manager(NostallCheckpointManager, out, _model(0), _Plain(), async_mode="async")
     periods = Periods(1, 4)
     for step in range(1, 7):

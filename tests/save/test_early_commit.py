@@ -394,9 +394,11 @@ def test_the_poll_that_finalises_one_finalises_all_that_are_done(found: list[Any
 
 
 @on_ranks("early:an_adapters_poll")
-def test_an_adapters_poll_commits_at_once(found: list[Any]) -> None:
-    """Saves of every kind, those before the steady state too."""
-    assert found == [[True] * 6] * 2
+def test_an_adapters_poll_ends_a_save_at_once(found: list[Any]) -> None:
+    """It commits one from before the steady state, and finds a later one committed."""
+    later = [each for each, _, _ in found[0]]
+    assert later == [False] * 3 + [True] * 3
+    assert found == [[[each, True, True] for each in later]] * 2
 
 
 def test_what_a_later_save_has_removed_is_not_published(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the thread that trains does for nostall's saves, while a framework makes them."""
+"""Counts of what the thread that trains does for nostall's saves in a framework."""
 
 from __future__ import annotations
 
