@@ -1038,7 +1038,7 @@ def an_adapters_poll(out: Path) -> list[tuple[bool, bool, bool]]:
         early = call.early
         if early is not None:  # a commit under way is not waited for
             wait_until(partial(nostall.is_complete, out / f"{number}"))
-            wait_until(lambda early=early: not early.is_committing)
+            wait_until(partial(_is_over, early))
         barrier("written")
         saves.poll()
         is_over = saves._queue.get_num_unfinalized_calls() == 0
@@ -1046,6 +1046,10 @@ def an_adapters_poll(out: Path) -> list[tuple[bool, bool, bool]]:
         barrier("seen")
     saves.close()
     return found
+
+
+def _is_over(early: EarlyCommit) -> bool:
+    return not early.is_committing
 
 
 def ended(out: Path) -> bool:
