@@ -228,8 +228,9 @@ class AsyncCallsQueue:
 
         Args:
             until_s: Clock reading until which files are waited for. ``None`` to wait for none.
-            waits: Whether to wait for the answers of other ranks, and for a commit under way.
-            now: Whether to wait for the answers only.
+            waits: Whether to wait for the answers of other ranks, and for an early commit that has
+                begun.
+            now: Whether to wait for the answers of other ranks, but not for that commit.
             no_dist: Check this rank only.
             keeps_late: Whether a request that is late stays scheduled. If not, it fails; so does
                 one that takes longer than ``save_timeout_s``.

@@ -30,6 +30,7 @@ import nostall
 from nostall import _torch
 from nostall._engine import Engine
 from nostall._model.threads import is_done
+from nostall._queue.callers import Call
 from nostall._queue.ending import await_answers, fail_late, scheduled
 from nostall._ranks.group import Records
 from nostall._save.early_commit import EarlyCommit
@@ -1018,7 +1019,7 @@ def several_in_one_poll(out: Path) -> list[list[int]]:
     """All that is done is finalised with the first request."""
     job = Job(out)
     for early in [early_of(job.save()) for _ in range(3)]:
-        wait_until(partial(_is_committed, early))
+        wait_until(partial(_is_over, early))
     barrier("committed")
     return [job.queue.poll(), job.queue.poll()]
 
@@ -1027,25 +1028,38 @@ def _is_committed(early: EarlyCommit) -> bool:
     return _rank() != 0 or early.committed > 0
 
 
-def an_adapters_poll(out: Path) -> list[tuple[bool, bool, bool]]:
-    """One poll of an adapter ends each written save: it commits the save, or finds it committed."""
+def an_adapters_poll(out: Path) -> dict[str, Any]:
+    """How an adapter's polls treat written saves, and one whose commit is under way."""
     saves = Saves(remove_checkpoint)
-    found = []
-    for number in range(6):
+
+    def begin(number: int) -> Call:
         saves.save({f"rank{_rank()}": torch.ones(1000)}, str(out / f"{number}"))
-        call = saves._queue._caller._calls[0]
-        wait_until(partial(is_done, call.outcome))
-        early = call.early
-        if early is not None:  # a commit under way is not waited for
-            wait_until(partial(nostall.is_complete, out / f"{number}"))
-            wait_until(partial(_is_over, early))
+        return saves._queue._caller._calls[0]
+
+    at_once = []
+    for number in range(WARM):
+        wait_until(partial(is_done, begin(number).outcome))
         barrier("written")
         saves.poll()
-        is_over = saves._queue.get_num_unfinalized_calls() == 0
-        found.append((early is not None, is_over, nostall.verify(out / f"{number}").ok))
+        at_once.append(nostall.verify(out / f"{number}").ok)
         barrier("seen")
+    with Hold("publish") as hold, inject(hold.fault) if _rank() == 0 else nullcontext():
+        early = begin(WARM).early
+        assert early is not None
+        if _rank() == 0:
+            hold.wait_reached()
+        barrier("publishing")
+        saves.poll()
+        left_alone = saves._queue.pending == 1 and not nostall.is_complete(out / f"{WARM}")
+        barrier("polled")
+        if _rank() == 0:
+            hold.release()
+        wait_until(partial(_is_over, early))
+    barrier("committed")
+    saves.poll()
+    is_over = saves._queue.pending == 0 and nostall.verify(out / f"{WARM}").ok
     saves.close()
-    return found
+    return {"at once": at_once, "left alone": left_alone, "over then": is_over}
 
 
 def _is_over(early: EarlyCommit) -> bool:

@@ -149,13 +149,15 @@ class Saves:
     def poll(self, *, wait: bool = False) -> None:
         """Commit the saves that are done on all ranks; with ``wait``, all of them.
 
+        Without ``wait``, a save that another thread is committing ends at a later poll.
+
         Raises:
             CheckpointException: A save has failed; raised on every rank.
         """
         with self._removals.after_poll(self._queue):
             if wait:
                 self._queue.maybe_finalize_async_calls(blocking=True)
-            else:  # frameworks look for what is committed right after
+            else:  # now: frameworks look right after it for what is committed
                 self._queue._finalize(until_s=None, waits=False, now=True)
 
     def close(self, error: BaseException | None = None) -> None:
