@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -262,15 +263,23 @@ def test_a_plugin_beside_lightnings_strategy_for_shards_says_so(tmp_path: Path) 
         assert found["others"] == []
 
 
-@pytest.mark.parametrize(("kind", "warned"), [("sharded", 1), ("full", 0)])
-def test_a_plugin_beside_lightnings_fsdp_says_so_if_it_has_no_effect(
-    kind: Any, warned: int
+@pytest.mark.parametrize(
+    ("strategy", "warned"),
+    [
+        (partial(FSDPStrategy, state_dict_type="sharded"), 1),
+        (partial(FSDPStrategy, state_dict_type="full"), 0),
+        (NostallModelParallelStrategy, 0),
+    ],
+    ids=["sharded", "full", "nostall's"],
+)
+def test_a_plugin_warns_beside_a_strategy_that_saves_shards_while_training_waits(
+    strategy: Callable[[], Any], warned: int
 ) -> None:
     """Lightning makes no trainer with FSDP without an accelerator, so its connector is played."""
 
     class Connector:
         def __init__(self) -> None:
-            self.strategy = FSDPStrategy(state_dict_type=kind)
+            self.strategy = strategy()
             self.has_plugin = bool(NostallCheckpointIO())
 
     with warnings.catch_warnings(record=True) as said:

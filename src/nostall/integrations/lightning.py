@@ -250,7 +250,7 @@ class NostallModelParallelStrategy(
 
 def _saves_itself(strategy: Any) -> bool:
     """Whether a strategy of Lightning's writes sharded checkpoints without a ``CheckpointIO``."""
-    return (
+    return not isinstance(strategy, NostallModelParallelStrategy) and (
         bool(getattr(strategy, "_save_distributed_checkpoint", False))  # FSDP2, tensor parallelism
         or getattr(strategy, "_state_dict_type", None) == "sharded"  # FSDP
         or type(strategy).__name__ == "DeepSpeedStrategy"
