@@ -8,6 +8,8 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -590,6 +592,24 @@ def test_values_are_compared_by_bits(
     status, shown, _ = run("diff", "--values", tmp_path / "a", tmp_path / "b")
     assert status == (1 if said else 0)
     assert said is None or shown.splitlines()[0] == f"~ x: {said}"
+
+
+def test_a_comparison_of_values_shows_its_progress(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all items, also those that only one checkpoint has; it ends with all bytes."""
+    save(tmp_path / "a", {"a": torch.ones(4), "only": torch.ones(4), "z": torch.ones(4)})
+    save(tmp_path / "b", {"a": torch.ones(4), "z": torch.ones(4)})
+    shown: list[tuple[int, int]] = []
+
+    @contextmanager
+    def progress(what: str) -> Iterator[Any]:
+        yield lambda done, total: shown.append((done, total)) if what == "comparing" else None
+
+    monkeypatch.setattr("nostall._cli.items.progress", progress)
+    assert run("diff", "--values", tmp_path / "a", tmp_path / "b")[0] == 1
+    (first, total), (last, same) = shown
+    assert 0 < first < last == total == same
 
 
 def test_damage_is_not_a_difference(tmp_path: Path, run: Run) -> None:

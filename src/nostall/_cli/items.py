@@ -134,9 +134,10 @@ def diff(given: Namespace) -> Answer:
             raise damage
     plain: list[dict[str, str]] = []
     what: str | None
-    done_nbytes = 0
+    done_nbytes, all_nbytes = 0, sum(item.nbytes for item in chosen)
     with progress("comparing") as report:
-        for name in (item.name for item in chosen):
+        for name, nbytes in ((item.name, item.nbytes) for item in chosen):
+            done_nbytes += nbytes
             items = [each[name] for each in (one, other) if name in each]
             forms = [item.form for item in items]
             if len(items) < 2:
@@ -146,8 +147,7 @@ def diff(given: Namespace) -> Answer:
             elif given.values:
                 values = map(_value_of, (given.a, given.b), items)
                 where, what = "values", _difference(*values)
-                done_nbytes += items[0].nbytes
-                report(done_nbytes, sum(item.nbytes for item in chosen))
+                report(done_nbytes, all_nbytes)
             else:
                 continue
             if what:
