@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
+from nostall.filesystem_async import FileSystemWriterAsync
 from support.parts import save_in_halves
 from support.permissions import without_permission
 from support.states import read_metadata, save_stock_way, small_state
@@ -592,6 +593,27 @@ def test_values_are_compared_by_bits(
     status, shown, _ = run("diff", "--values", tmp_path / "a", tmp_path / "b")
     assert status == (1 if said else 0)
     assert said is None or shown.splitlines()[0] == f"~ x: {said}"
+
+
+def test_a_truncated_file_is_named_without_reading_the_others(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of large checkpoints take hours; sizes take milliseconds."""
+    writer = FileSystemWriterAsync(tmp_path / "a", thread_count=2)
+    dcp.save({"x": torch.ones(4), "y": torch.ones(4)}, storage_writer=writer)
+    os.truncate(tmp_path / "a" / "__0_1.distcp", 100)
+    read: list[int] = []
+
+    @contextmanager
+    def progress(_what: str) -> Iterator[Any]:
+        yield lambda done, _total: read.append(done)
+
+    monkeypatch.setattr("nostall._cli.items.progress", progress)
+    for command in (["diff", "--values", tmp_path / "a"], ["convert"]):
+        other = [tmp_path / "b"] if command == ["convert"] else []
+        status, _, error = run(*command, tmp_path / "a", *other)
+        assert (status, read) == (1, [])
+        assert "the checkpoint is damaged: __0_1.distcp" in error
 
 
 def test_a_comparison_of_values_shows_its_progress(

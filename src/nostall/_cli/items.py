@@ -252,10 +252,13 @@ def _item(key: Any, metadata: Metadata, path: str) -> Item:
 def damage_of(path: str, *, deep: bool = False) -> DamagedCheckpointError | None:
     """The error of a checkpoint whose files have other sizes, or if ``deep`` other bytes.
 
-    What is converted gets new checksums, so damage could not be found later.
+    What is converted gets new checksums, so damage could not be found later. Sizes are compared
+    first: a missing or truncated file is named without reading the others.
     """
-    with progress("verifying") as report:
-        why = why_damaged(path, deep=deep, progress=report)
+    why = why_damaged(path)
+    if deep and why is None:
+        with progress("verifying") as report:
+            why = why_damaged(path, deep=True, progress=report)
     if why is None:
         return None
     hint = f"`nostall verify {path}` lists all damage"
