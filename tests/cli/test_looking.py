@@ -619,7 +619,7 @@ def test_a_truncated_file_is_named_without_reading_the_others(
 def test_a_comparison_of_values_shows_its_progress(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of all items, also those that only one checkpoint has; it ends with all bytes."""
+    """All items count, also one that only one checkpoint has; it ends with all bytes."""
     save(tmp_path / "a", {"a": torch.ones(4), "only": torch.ones(4), "z": torch.ones(4)})
     save(tmp_path / "b", {"a": torch.ones(4), "z": torch.ones(4)})
     shown: list[tuple[int, int]] = []

@@ -440,7 +440,9 @@ class Restoration:
 
         If an object refuses what was saved, objects before it have been changed.
         """
-        restored = {key: None if key in self._exact else self._items[key] for key in self._state}
+        restored: dict[str, Any] = {
+            key: None if key in self._exact else self._items[key] for key in self._state
+        }
         for key in [key for key in restored if key in self._exact]:
             what = f"the object {key!r} of step {self._about.step}"
             restored[key] = _unpickled(self._exact[key], what, self._path, self._items)
