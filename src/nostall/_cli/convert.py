@@ -139,10 +139,10 @@ def _to_safetensors(source: str, target: str, prefix: str) -> int:
 def _loaded(
     items: Iterable[Item], source: str, target: str, *, trust: bool = False
 ) -> Iterator[tuple[str, dict[Any, Any]]]:
-    """The path of a new file that gets the target's name, durably, if the block succeeds.
+    """Load items for a new file, which gets the target's name, durably, if the block succeeds.
 
-    And the values of items, by key; tensors are in mapped files beside it. Its directory is removed
-    with all that is in it.
+    Yields the path of that file, and the values by key; large tensors are mapped files beside it.
+    All that the block leaves there is removed.
     """
     if (damage := damage_of(source, deep=True)) is not None:
         raise damage

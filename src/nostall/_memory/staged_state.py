@@ -289,7 +289,7 @@ class _PlacePickler(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if (
             isinstance(value, torch.Tensor)
-            # It has memory of its own.
+            # Wrappers such as DTensor have no memory of their own: what they hold is asked next.
             and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
             and self._begin <= value.data_ptr() < self._end
         ):

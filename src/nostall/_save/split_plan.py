@@ -102,7 +102,7 @@ class CheckpointMetadataCache(PlanMemory):
         if self.last_save is None:
             return Counted()
         begun = [reference() for reference in self._begun]
-        # Not if one is lost, or may never be scheduled.
+        # A save that is lost, or may never be scheduled, is counted on some ranks only.
         alike = all(each and each.was_started and not each.progress.is_over for each in begun)
         series, number = self.last_save
         self.last_save = SaveId(series, number + 1)

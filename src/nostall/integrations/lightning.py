@@ -81,9 +81,10 @@ class NostallCheckpointIO(_io.TorchCheckpointIO):  # type: ignore[misc,name-defi
         self._removals = Removals(super().remove_checkpoint)
 
     def __bool__(self) -> bool:
-        """True. Lightning's connector asks, just before it gives its strategy the plugin.
+        """Warn if Lightning is about to give the plugin to a strategy that will not use it; true.
 
-        Nothing else of a plugin is called that could look at the strategy.
+        Its connector asks this just before. A strategy that saves by itself calls nothing else of
+        a plugin, and a plugin is not told its strategy, so the caller is looked at.
         """
         caller = inspect.currentframe()
         caller = None if caller is None else caller.f_back
