@@ -480,6 +480,15 @@ def test_an_idle_process_keeps_nobody_from_promoting(tier: str, root: str) -> No
         process.kill()
 
 
+def test_a_start_leaves_the_record_to_the_process_that_promotes(tier: str, root: str) -> None:
+    """Two processes that write it at once would fail a save, or forget what was promoted."""
+    save_there(tier, root, 0)
+    promotions.close()
+    before = os.stat(f"{tier}/{RECORD}").st_ino
+    assert promote(tier, root) == ()
+    assert os.stat(f"{tier}/{RECORD}").st_ino == before
+
+
 @contextmanager
 def _started(tier: str, root: str, *, steps: int) -> Iterator[psutil.Process]:
     """A program that has saved, and waits."""

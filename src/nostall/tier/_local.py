@@ -97,6 +97,8 @@ class Record:
     def __init__(self, root: str, destination: str) -> None:
         self._root, self._destination = root, destination
         self._promoted: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self.is_new = False
+        """Whether the file did not exist; once it does, only the holder of the lock replaces it."""
         path = os.path.join(root, RECORD)
         try:
             with open(open_own(path), "rb") as stream:
@@ -105,6 +107,7 @@ class Record:
             for name, version, crcs in plain["promoted"]:
                 self._promoted[str(name)] = str(version), tuple(map(int, crcs))
         except FileNotFoundError:
+            self.is_new = True
             return
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise OSError(errno.EINVAL, "the record is damaged; remove it", path) from error

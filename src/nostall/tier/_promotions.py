@@ -172,7 +172,8 @@ class Root:
         if not self.shared and not is_locked(fd) and not even_if_locked:
             os.close(fd)
             return
-        record.write()
+        if record.is_new:
+            record.write()
         committed = committed_in(self.path)
         self.lock_fd = fd
         _process.running()  # from Python 3.12 on, an ending interpreter starts no thread for it
