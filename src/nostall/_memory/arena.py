@@ -41,7 +41,7 @@ _MARGIN_NBYTES = 32 << 20
 _NBYTES_PER_TABLE_BYTE = 256
 """The page tables of trainer and writer process, each a 512th of the memory."""
 _PROCESSES = 64
-"""So many may reserve at the same time, each a part of what is available to all."""
+"""Assumed number of processes that reserve at the same time; each takes an equal part."""
 _MOST_AT_ONCE_NBYTES = 256 << 20
 _MADV_POPULATE_WRITE = 23
 """From ``linux/mman.h``; the ``mmap`` module does not define it."""
@@ -79,10 +79,8 @@ class Block:
     def grow(self, nbytes: int) -> bool:
         """Enlarge the block and keep its pages; its ``id`` changes.
 
-        No other process may have the block mapped.
-
-        Returns:
-            False, with the block unchanged, if it cannot move because views of it exist.
+        ``False``, with the block unchanged, if views of it exist. No other process may have it
+        mapped.
         """
         if self.is_shown:
             return False
@@ -111,14 +109,11 @@ class Block:
 
 
 def _reserve(fd: int, begin: int, end: int) -> None:
-    """Allocate the pages from ``begin`` to ``end``.
+    """Allocate the pages from ``begin`` to ``end``, or raise ``OSError`` and keep none of them.
 
     Without swap, Linux grants an excessive request, takes all memory and kills a process. Processes
     that reserve at the same time see the same memory as available. So each takes a small part of
     that, and looks again.
-
-    Raises:
-        OSError: The system refuses, or has less memory.
     """
     kept_nbytes = _MARGIN_NBYTES + (end - begin) // _NBYTES_PER_TABLE_BYTE
     at = begin
@@ -216,10 +211,8 @@ class Arena:
         only a moment: the exception of a failed save keeps its lease alive for as long as the
         exception is kept.
 
-        Raises:
-            ReservationError: The system does not have that much memory.
-            SaveTimeoutError: No block was returned within ``timeout_s`` seconds.
-            SaveAbortedError: The arena was closed.
+        Raises ``ReservationError`` if the system does not have that much memory,
+        ``SaveTimeoutError`` after ``timeout_s``, and ``SaveAbortedError`` if the arena was closed.
         """
         now = time.monotonic()
         deadline, patience = now + timeout_s, now + _STAGED_PATIENCE_S
@@ -314,7 +307,7 @@ class Arena:
 
     @property
     def reserved_nbytes(self) -> int:
-        """Bytes of memory held at present, leased or free."""
+        """Memory held at present, leased or free."""
         with self._lock:
             return sum(block.nbytes for block in (*self._free, *self._leased))
 
@@ -376,11 +369,7 @@ os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
 def memory_descriptor(name: str) -> int:
-    """A new descriptor of anonymous memory, closed when another program is executed.
-
-    Raises:
-        OSError: The system refuses it.
-    """
+    """A new descriptor of anonymous memory, closed on ``exec``; ``OSError`` if refused."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, _MFD_CLOEXEC)
     # Missing in a Python that was built with a glibc before 2.27, such as those of conda and uv.
@@ -395,10 +384,7 @@ def available_nbytes(*, root: str = "/") -> int:
     """Bytes that this process can take without swapping or being killed, as reported by the system.
 
     The minimum over the host and each control group (v2 or v1) of this process. Reclaimable page
-    cache counts as free.
-
-    Args:
-        root: Directory that contains ``proc`` and ``sys``; for tests.
+    cache counts as free. Tests pass a ``root`` that contains ``proc`` and ``sys``.
     """
     left = list(_left_in_groups(root))
     with (

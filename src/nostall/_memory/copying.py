@@ -206,8 +206,7 @@ class Places:
 def in_payload_order(source: torch.Tensor, form: TensorForm) -> torch.Tensor:
     """A CPU tensor whose memory is the payload of ``source``; a copy if the strides differ.
 
-    Raises:
-        ValueError: The tensor differs from what was planned.
+    ``ValueError`` if a tensor that would not be copied differs from what was planned.
     """
     if tuple(source.stride()) == form.stride:
         _require_unchanged(source, form.dtype, form.size)
@@ -232,12 +231,9 @@ def copied_at_once(sizes: Sequence[int]) -> set[int]:
 
 
 def detach_all(sources: Sequence[Source]) -> tuple[list[Source], list[int]]:
-    """Private tensor objects for all sources.
+    """Private tensor objects for all sources, and the positions of those still sharing memory.
 
     Replacing a parameter's ``data`` meanwhile does not affect a tensor detached from it.
-
-    Returns:
-        The sources, and the positions of those that share memory with the trainer.
     """
     detached: list[Any] = list(sources)
     tensors = [at for at, each in enumerate(detached) if isinstance(each, torch.Tensor)]

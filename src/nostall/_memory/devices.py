@@ -59,13 +59,10 @@ def on_devices(devices: Sequence[torch.device]) -> Iterator[None]:
 
 
 class DeviceCopy:
-    """Copies off one accelerator, issued to its side stream.
+    """Copies off one accelerator, issued to its side stream after the event ``after``.
 
-    Args:
-        device: The accelerator.
-        targets: Places in host memory.
-        sources: Tensors on ``device``; they must live until :meth:`wait` has returned.
-        after: The event that precedes the copies; if ``None``, all current work of the stream does.
+    If ``after`` is ``None``, all work queued on the current stream precedes them. The sources must
+    live until :meth:`wait` has returned.
     """
 
     def __init__(
@@ -146,8 +143,7 @@ class Pinning:
 def pin(address: int, nbytes: int) -> None:
     """Pin host memory for the copy engines of CUDA, which is initialised.
 
-    Raises:
-        RuntimeError: CUDA refused.
+    ``RuntimeError`` if CUDA refuses.
     """
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
     if code:

@@ -60,11 +60,8 @@ Copy = Callable[[int, int, int], object]
 def copy_past_caches(memcpy: Copy) -> Copy | None:
     """A copy with non-temporal stores, for a processor with AVX; it releases the interpreter lock.
 
-    Args:
-        memcpy: Copies the bytes before the first aligned address and after the last whole step.
-
-    Returns:
-        ``None`` if this system or processor does not support it.
+    ``memcpy`` copies the bytes before the first aligned address and after the last whole step.
+    ``None`` on another architecture, or if the system refuses executable memory.
     """
     if platform.machine() != "x86_64":
         return None
@@ -88,11 +85,7 @@ def copy_past_caches(memcpy: Copy) -> Copy | None:
 
 
 def _executable(code: bytes) -> int:
-    """The address of an executable mapping of this code, which lasts until the process ends.
-
-    Raises:
-        OSError: The system refuses executable memory.
-    """
+    """The address of an executable mapping of this code, never unmapped; ``OSError`` if refused."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = (

@@ -67,17 +67,16 @@ class _Process:
         self.is_hooked = False
         """Whether optimizers wait. The hook is never removed: removing it while an optimizer
         iterates over all hooks can fail that optimizer's step. It costs a step 1 to 2 µs if no
-        snapshot is under way."""
+        snapshot is in progress.
+        """
 
 
 _process = _Process()
 
 
 class SnapshotFence:
-    """Blocks changes of tensors until they are copied. Holds no tensor.
-
-    Args:
-        timeout_s: How long an optimizer's step waits.
+    """Blocks changes of tensors until they are copied; optimizers wait ``timeout_s``. Holds no
+    tensor.
     """
 
     def __init__(self, timeout_s: float = 0.0) -> None:
@@ -88,8 +87,9 @@ class SnapshotFence:
         self._lost: str | None = None
         self._copies = Copies()
         self._waiters: set[object] = set()
-        """Waits under way, and those that succeeded. Not a count: Ctrl-C may come before one is
-        added, or after it was discarded."""
+        """Waits in progress, and successful ones. Not a count: Ctrl-C may come before one is added,
+        or after it was discarded.
+        """
         self._entered_s = 0.0
         self.changed: Callable[[], list[str]] | None = None
         """Names of tensors changed since the snapshot was requested; holds counters, no tensors."""
@@ -100,10 +100,8 @@ class SnapshotFence:
         """Return when the tensors may be changed; at once if the snapshot failed.
 
         The failure is raised when the save is finalised. The host does not wait for an accelerator:
-        work queued on the current stream from now on runs after the copy.
-
-        Raises:
-            SaveTimeoutError: The tensors may not be changed yet after ``timeout`` seconds.
+        work queued on the current stream from now on runs after the copy. ``SaveTimeoutError`` if
+        the tensors may not be changed yet after ``timeout`` seconds.
         """
         waiter = object()
         with uninterrupted():
@@ -150,8 +148,7 @@ class SnapshotFence:
     def open(self, copies: Copies) -> None:
         """Let waiting threads change tensors, after copies that an accelerator has yet to make.
 
-        Raises:
-            SaveTimeoutError: A thread gave up waiting before, and may have changed tensors.
+        ``SaveTimeoutError`` if a thread gave up waiting before, and may have changed tensors.
         """
         with self._lock:
             if self._lost is not None:
@@ -192,7 +189,7 @@ class SnapshotFence:
             self._let_go()
 
     def enter(self) -> None:
-        """Mark the snapshot as under way: optimizers wait. See :func:`any_under_way`."""
+        """Register the snapshot as in progress: optimizers' steps wait."""
         self._entered_s = time.monotonic()
         with _process.lock:
             _process.under_way.add(self)
@@ -201,7 +198,7 @@ class SnapshotFence:
                 _process.is_hooked = True
 
     def leave(self) -> None:
-        """Mark the snapshot as no longer under way. Idempotent."""
+        """Undo :meth:`enter`. Idempotent."""
         with _process.lock:
             _process.under_way.discard(self)
 
@@ -240,7 +237,7 @@ def wait_staged(timeout: float | None = None) -> None:
 
 
 def _before_step(*_: object) -> None:
-    """Called by torch before every optimizer step: wait until tensors are copied."""
+    """Called by torch before every optimizer step."""
     _wait_for_all(SnapshotFence.wait_or_lose)
 
 
@@ -305,17 +302,14 @@ def stage_behind(
 ) -> tuple[Future[T], SnapshotFence]:
     """Take a snapshot on a separate thread.
 
+    Returns its future, and the fence to wait for before changing tensors.
+
     Args:
-        sources: The live tensors, and bytes between them.
-        names: Names of the sources, for messages.
         begin: Starts copying the sources passed to it, which replace ``sources``, ordered after the
             marks passed to it. Returns the snapshot and the copies.
         discard: Releases what ``begin`` returned, if it cannot be used.
         is_watched: Whether the trainer will call :meth:`SnapshotFence.changed_unseen`.
         timeout_s: How long an optimizer's step waits.
-
-    Returns:
-        The future snapshot, and the fence to wait for before changing tensors.
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()

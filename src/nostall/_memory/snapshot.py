@@ -40,7 +40,6 @@ class _PreparedViews:
     layout_key: Hashable
     forms: tuple[TensorForm | None, ...]
     places: Places
-    """Where payloads are copied to."""
     items: list[int]
     """The item of each place."""
     runs: dict[int, int]
@@ -57,16 +56,9 @@ def begin_snapshot(
 ) -> tuple[Snapshot, Copies]:
     """Fill the lease's block with the images of all files of ``layout``.
 
-    Args:
-        planned: What to copy.
-        layout: Where to copy it.
-        lease: Memory of at least ``layout.image_nbytes`` bytes.
-        method: How to copy large tensors.
-        after: Per accelerator, the event that its copies are ordered after; by default its stream.
-
-    Returns:
-        The snapshot, which is complete when the copies have been waited for, and the copies. CPU
-        tensors are copied already.
+    The block must have ``layout.image_nbytes`` bytes. CPU tensors are copied when this returns; the
+    snapshot is complete when the copies have been waited for. ``after`` has the event that precedes
+    the copies from each accelerator; without one, all work of its current stream does.
     """
     share, block = planned.share, lease.block
     known: _PreparedViews | None = block.prepared_views

@@ -123,7 +123,7 @@ def _payload_stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def structure_of(leaves: list[Leaf]) -> Structure:
-    """Two state dicts with equal structures can use the same placement."""
+    """Names and lengths; state dicts with equal structures can use the same placement."""
     return tuple((leaf.fqn, leaf.tensor.nbytes) for leaf in leaves)
 
 
@@ -133,16 +133,10 @@ def stage_state_dict(
     placement: Placement,
     lease_of: Callable[[int], Lease],
 ) -> tuple[StagedStateDict, Places]:
-    """Copy a state dict into leased memory, except for its leaves.
+    """Copy a state dict into leased memory, except for its leaves (from :func:`find_leaves`).
 
-    Args:
-        state_dict: What to copy.
-        leaves: The result of :func:`find_leaves` for it.
-        placement: Where known payloads go in the block.
-        lease_of: Returns a lease on at least the given number of bytes.
-
-    Returns:
-        The copy, and the places that the leaves have yet to be copied to.
+    Returns the copy, and the places that the leaves have yet to be copied to. ``lease_of`` takes
+    the least number of bytes.
     """
     names = Counter(leaf.fqn for leaf in leaves)
     known = [_known_offset(leaf, placement) if names[leaf.fqn] == 1 else None for leaf in leaves]

@@ -57,14 +57,10 @@ class _Buffer:
 
 
 class Uploads:
-    """The uploads of one load.
+    """The uploads of one load; ``threads`` threads fill at most ``pinned_nbytes`` of pinned memory.
 
     As a context manager it returns when all copies are complete, also after an error; only then is
     pinned memory released. Leave it when no thread fills parts.
-
-    Args:
-        threads: Number of threads that fill memory.
-        pinned_nbytes: Limit on pinned memory.
     """
 
     def __init__(self, threads: int, *, pinned_nbytes: int = _PINNED_NBYTES) -> None:
