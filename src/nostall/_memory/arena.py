@@ -307,7 +307,7 @@ class Arena:
 
     @property
     def reserved_nbytes(self) -> int:
-        """Memory held at present, leased or free."""
+        """Bytes of memory held at present, leased or free."""
         with self._lock:
             return sum(block.nbytes for block in (*self._free, *self._leased))
 

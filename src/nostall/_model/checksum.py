@@ -1,4 +1,4 @@
-"""Checksums of ZIP containers: the fastest implementation, those of adjacent parts, and seals.
+"""Checksums of ZIP containers: the fastest implementation, sums of adjacent parts, and seals.
 
 With the package ``isal`` installed (the extra ``fast``) CRC-32 is Intel's ISA-L, otherwise zlib's.
 Both give the same sums. On the machine of docs/benchmarks.md zlib takes 0.4 s of a core for 1 GiB,
@@ -42,9 +42,8 @@ crc32: Crc32 = zlib.crc32
 def use_fastest() -> str | None:
     """Set :data:`crc32` to the fastest implementation that can be imported.
 
-    Returns:
-        The directory from which another process of the same interpreter can import it; ``None`` for
-        zlib.
+    Returns the directory from which another process of the same interpreter can import it; ``None``
+    for zlib.
     """
     global crc32
     try:
@@ -103,11 +102,6 @@ class Sealer:
     """Seals containers of one form, with only the payload-dependent work per container.
 
     A job may have tens of thousands of containers, so calls and copies are avoided here.
-
-    Args:
-        payload_offset: Offset of the payload in the container.
-        payload_nbytes: Length of the payload.
-        seal: The bytes that depend on it.
     """
 
     __slots__ = (
@@ -139,14 +133,7 @@ class Sealer:
         payloads_at: Sequence[int],
         crc32_of_slot: MutableSequence[int],
     ) -> None:
-        """Checksum payloads and seal their containers.
-
-        Args:
-            memory: The file image.
-            slots: The slots of the containers.
-            payloads_at: Offsets of their payloads in the image.
-            crc32_of_slot: Receives the payloads' CRCs.
-        """
+        """Checksum payloads of a file image, record the CRCs, and seal the containers."""
         nbytes, sum_up, put = self.payload_nbytes, crc32, self.put
         for slot, at in zip(slots, payloads_at, strict=True):
             crc = crc32_of_slot[slot] = sum_up(memory[at : at + nbytes])

@@ -171,10 +171,8 @@ class Faults:
     """Faults that tests have asked for in one save; without cost if there are none.
 
     Points are ``start``, ``open``, ``chunk``, ``fsync`` and ``report``, in the trainer ``stage``,
-    and in the coordinator ``commit`` and ``publish``.
-
-    Args:
-        pickled: Objects of tests with a method of the form of :meth:`at`; empty for none.
+    and in the coordinator ``commit`` and ``publish``. The pickled objects have a method like
+    :meth:`at`.
     """
 
     def __init__(self, pickled: bytes) -> None:

@@ -54,15 +54,10 @@ def is_draft(name: str) -> bool:
 
 
 def order_of_commit(path: str, at_s: float, *, is_link: bool) -> tuple[float, bool, int, str]:
-    """Sorts the checkpoints of one directory: the one to resume from is the last complete one.
+    """Sort key of the checkpoints of one directory: the last complete one is to be resumed from.
 
-    Times may be equal, as those of copies: a link is before a directory then, and a lower step
-    before a higher one.
-
-    Args:
-        path: The checkpoint's directory, or a link to it.
-        at_s: When it was committed, in seconds since the epoch.
-        is_link: Whether ``path`` is a symbolic link.
+    Times of commit, in seconds since the epoch, may be equal, as with copies: a link is before a
+    directory then, and a lower step before a higher one.
     """
     step = step_in(path)
     return at_s, not is_link, -1 if step is None else step, path

@@ -180,9 +180,7 @@ class UnderWay:
 class ReadCounter:
     """Counts the bytes that several threads have read.
 
-    Args:
-        total: Bytes to read.
-        report: Called with bytes read and ``total``, by one thread at a time.
+    ``report`` is called with the bytes read so far and ``total``, by one thread at a time.
     """
 
     def __init__(self, total: int, report: Callable[[int, int], object] | None = None) -> None:

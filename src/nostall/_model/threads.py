@@ -11,7 +11,7 @@ handler of another signal must not raise in the middle of a save.
 
 Threads are daemons: storage may hang, and the interpreter has to exit. A thread of ours that comes
 back from torch, such as from its stores, and takes the lock of an ended interpreter aborts the
-process, with exit status -6: an ending interpreter waits for those of :func:`spawn_in_torch`.
+process, with exit status -6: an ending interpreter waits for threads of :func:`spawn_in_torch`.
 
 :func:`no_collection` is here because garbage collection belongs to all threads of a process.
 
@@ -55,7 +55,7 @@ class _Deferral:
         self.asked = 0
         """How often SIGINT has come since the block began, or since the last exception."""
         self.patience = 1
-        """So often it has to come to interrupt a wait."""
+        """How often it must come to interrupt a wait."""
         self.is_interruptible = False
         self.depth = 0
         """How many blocks the main thread is in."""
@@ -81,11 +81,8 @@ class uninterrupted:  # noqa: N801  # used as a function is, such as contextlib.
     """A block in which SIGINT raises its exception in waits only, or at the end.
 
     Nested ones end with the outermost. Without effect on other threads, which Python never
-    interrupts, and where SIGINT ends the process or is ignored.
-
-    Args:
-        patience: How often SIGINT comes before it interrupts a wait; 2 for what should be
-            completed, such as a commit.
+    interrupts, and where SIGINT ends the process or is ignored. A wait is interrupted when SIGINT
+    has come ``patience`` times; 2 for what should be completed, such as a commit.
     """
 
     __slots__ = ("_outer", "_patience", "_previous")
@@ -162,8 +159,8 @@ def is_done(future: Future[Any], timeout_s: float = 0.0) -> bool:
         with interruptible():
             if ended.acquire(timeout=wait_s):
                 return True
-            # After a suspension (SIGSTOP, a frozen container) the answer may be there, but not
-            # received. No longer than it was late: a busy machine must not double every deadline.
+            # After a suspension (SIGSTOP, a frozen container) the answer may have arrived unread.
+            # No longer than it was late: a busy machine must not double every deadline.
             late_s = time.monotonic() - end_s
             return late_s > _OVERSLEPT_S and ended.acquire(timeout=min(wait_s, late_s))
 
@@ -174,8 +171,7 @@ def is_done(future: Future[Any], timeout_s: float = 0.0) -> bool:
 def spawn(name: str, work: Callable[[], object]) -> threading.Thread:
     """Run ``work`` on a new daemon thread; returns at once.
 
-    Raises:
-        RuntimeError: The system cannot start one, or the interpreter is ending.
+    ``RuntimeError`` if the system cannot start one, or the interpreter is ending.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     with uninterrupted():
@@ -184,11 +180,7 @@ def spawn(name: str, work: Callable[[], object]) -> threading.Thread:
 
 
 def spawn_or_run(name: str, work: Callable[[], object]) -> threading.Thread | None:
-    """Run ``work`` on a new daemon thread, or here if none can be started, as at exit.
-
-    Returns:
-        The thread, if there is one.
-    """
+    """Run ``work`` on a new daemon thread, or here if none can be started, as at exit."""
     try:
         return spawn(name, work)
     except RuntimeError:
@@ -203,14 +195,11 @@ def work_together(
     give_up: Callable[[], None],
     name: str = "nostall-io",
 ) -> None:
-    """Do work on this thread and on others; returns when all have ended.
+    """Call ``work(0)`` on this thread and ``work(1)``, ... on others; returns when all have ended.
 
-    Args:
-        work: Called with 0 on this thread, and with 1, 2, ... on others; returns if there is
-            nothing left to do.
-        count: Number of threads. If the system allows fewer, those do the work.
-        give_up: Called after an error of this thread; makes all return soon.
-        name: Of the threads, followed by their numbers.
+    ``work`` returns if nothing is left to do. If the system allows fewer than ``count`` threads,
+    those do the work. ``give_up`` is called after an error of this thread, and makes all return
+    soon. An error of another thread is not passed on.
     """
     threads: list[threading.Thread] = []
     try:
@@ -231,11 +220,8 @@ def work_together(
 def spawn_in_torch(name: str, work: Callable[[], object]) -> Future[None]:
     """Run ``work`` on a daemon thread; an ending interpreter waits for its end, 20 s at most.
 
-    Returns:
-        Done when the work has ended, and references to it are dropped.
-
-    Raises:
-        RuntimeError: The system cannot start a thread.
+    The future is done when the work has ended and references to it are dropped. ``RuntimeError`` if
+    the system cannot start a thread.
     """
     from concurrent.futures import Future
 

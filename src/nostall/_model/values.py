@@ -131,7 +131,6 @@ class FileLayout:
     image_offset: int
     """Offset of this file's image in the snapshot's memory; a multiple of the page size."""
     seals: SealTable
-    """How the writer seals the slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,10 +174,11 @@ class RankFiles(NamedTuple):
     files: tuple[WrittenFile, ...] | None
     """``None`` if a user's stream decided their content."""
     left: tuple[str, ...] = ()
-    """Names of files there from earlier saves of this rank whose outcome it does not know: they may
-    belong to a checkpoint."""
+    """Names of files in it from earlier saves of this rank whose outcome it does not know: they may
+    belong to a checkpoint.
+    """
     belongs_at: str | None = None
-    """Where the checkpoint is to be in the end, if it is committed in another directory first."""
+    """The final directory, if the checkpoint is committed in another one first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
