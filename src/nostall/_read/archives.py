@@ -74,15 +74,7 @@ _OF_STORAGE = {
 class OpenFile:
     """An open shard file that is as long as its items need; its reads are counted.
 
-    Args:
-        files: The checkpoint's files.
-        name: Name of the file.
-        items: All that is read from it.
-        counter: Counts what is read.
-
-    Raises:
-        DamagedCheckpointError: The file is missing, or ends before an item does.
-        OSError: It cannot be opened.
+    ``DamagedCheckpointError`` if the file is missing, or ends before an item does.
     """
 
     def __init__(
@@ -107,9 +99,7 @@ class OpenFile:
     def fill(self, offset: int, items: Sequence[Wanted], *memories: memoryview) -> None:
         """Read from an offset until the pieces of memory are full, one after the other.
 
-        Raises:
-            DamagedCheckpointError: The file has become shorter; names the items.
-            OSError: It cannot be read.
+        ``DamagedCheckpointError``, which names the items, if the file has become shorter.
         """
         if self.read_into(offset, *memories) < sum(map(len, memories)):
             raise self.damaged("the file has become shorter", items)
@@ -148,11 +138,7 @@ class Contradictory(Exception):  # a finding; the reader makes an error of it
 
 
 class Archives:
-    """The archives of one load, and the forms of those seen. Used by several threads.
-
-    Args:
-        verify: Whether values are compared with the checksums in their archives.
-    """
+    """The archives of one load, and the forms of those seen. Used by several threads."""
 
     def __init__(self, *, verify: bool) -> None:
         self.verify = verify
@@ -170,16 +156,9 @@ class Archives:
     ) -> Form | None:
         """The form of an item's archive; ``None`` if only torch may understand it.
 
-        Args:
-            head: Has the archive's first bytes, :data:`HEAD_NBYTES` or all.
-            at: Where they begin.
-            archive: Opens all of it.
-            file: The file that has the item.
-            wanted: The item.
-
-        Raises:
-            DamagedCheckpointError: The archive contradicts itself, or the item's slice.
-            OSError: It cannot be read.
+        ``head`` has, from ``at``, the first :data:`HEAD_NBYTES` of the archive, or all of it;
+        ``archive`` opens the whole. ``DamagedCheckpointError`` if the archive contradicts itself,
+        or the item's slice.
         """
         alike = self._forms.get(wanted.nbytes, ())
         form = wanted.form or next(
@@ -203,16 +182,10 @@ class Archives:
     def require_intact(
         self, crc32: int, descriptor: memoryview, file: OpenFile, wanted: Wanted
     ) -> None:
-        """Compare values with the checksum in their own archive, if it has one.
+        """Compare values, at least one, with the checksum in their own archive, if it has one.
 
-        Args:
-            crc32: The CRC-32 of the values that were read; there are some.
-            descriptor: What is after them.
-            file: The file that has the item.
-            wanted: The item.
-
-        Raises:
-            DamagedCheckpointError: They differ, or the checksum is overwritten.
+        ``descriptor`` are the bytes after them. ``DamagedCheckpointError`` if the checksums differ,
+        or the stored one is overwritten.
         """
         signature, expected = DESCRIPTOR.unpack(descriptor)
         if signature != _SIGNATURE:
@@ -224,11 +197,9 @@ class Archives:
     def loaded_by_torch(self, archive: BinaryIO, file: OpenFile, wanted: Wanted) -> torch.Tensor:
         """The slice of a tensor that :meth:`form_of` does not know.
 
-        Raises:
-            DamagedCheckpointError: It is damaged, or not a tensor.
-            ReadError: It needs something that this environment does not have.
-            UntrustedObjectError: It is of a class that is not allowed.
-            OSError: It cannot be read.
+        ``DamagedCheckpointError`` if it is damaged, or not a tensor; ``UntrustedObjectError`` if it
+        is of a class that is not allowed; ``ReadError`` if it needs something that this environment
+        does not have.
         """
         if self.verify:
             archive = io.BytesIO(archive.read())  # what is compared is what is loaded
@@ -293,10 +264,8 @@ def _require_inside(shape: Sequence[int], file: OpenFile, wanted: Wanted) -> Non
 def _parsed(stream: BinaryIO, nbytes: int) -> Form:
     """The form of an archive of this length.
 
-    Raises:
-        Contradictory: It has too few values.
-        OSError: It cannot be read.
-        Exception: It is not an archive of one plain tensor.
+    Raises :class:`Contradictory` if it has too few values, ``OSError`` if it cannot be read, and
+    anything else, such as :class:`Unusual`, if it is not an archive of one plain tensor.
     """
     with zipfile.ZipFile(stream) as archive:
         records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -340,11 +309,7 @@ def _parsed(stream: BinaryIO, nbytes: int) -> Form:
 
 
 def require_simple(content: bytes) -> None:
-    """Require a pickle without instructions that can take much time or memory for few bytes.
-
-    Raises:
-        Unusual: It has some.
-    """
+    """Raise :class:`Unusual` for a pickle that may take much time or memory for few bytes."""
     for op, argument, _ in pickletools.genops(content):
         index = argument if op.name in ("BINPUT", "LONG_BINPUT") else 0
         if op.name not in _OPERATIONS or not isinstance(index, int) or index > len(content):

@@ -36,11 +36,7 @@ class Stopped(Exception):  # ends a task whose result nobody waits for
 
 
 class Task:
-    """Work for one thread.
-
-    Args:
-        run: Does it.
-    """
+    """Work for one thread."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self.run: Callable[[], None] | None = run
@@ -51,16 +47,13 @@ class Task:
 
 
 class Workers:
-    """Threads for reads; when the context ends, none of them reads or writes.
+    """At most ``threads`` threads for reads; when the context ends, none of them reads or writes.
 
     Ctrl-C interrupts :meth:`wait`, and never leaves a lock that a thread or the interpreter's exit
-    waits for: outside of uninterrupted sections nothing but a ``SimpleQueue`` is waited for,
-    which an exception leaves as it was. The end of the context waits for the piece that each thread
+    waits for: outside of uninterrupted sections nothing but a ``SimpleQueue`` is waited for, which
+    an exception leaves as it was. The end of the context waits for the piece that each thread
     reads. So does Ctrl-C then, however often it comes: a thread of an ended load would write to
     tensors in use.
-
-    Args:
-        threads: The most that run; they are started when there is something to do.
     """
 
     def __init__(self, threads: int) -> None:
@@ -76,10 +69,9 @@ class Workers:
         self._is_stopping = False
 
     def submit(self, run: Callable[[], None]) -> Task:
-        """Run something on one of the threads.
+        """Run something on one of the threads, which are started when there is something to do.
 
-        Raises:
-            ReadError: The system has no thread for this process, not even one.
+        ``ReadError`` if the system has no thread for this process, not even one.
         """
         if len(self._started) < self.threads:
             # A daemon: Ctrl-C between two lines of the caller can keep the context from being
@@ -115,11 +107,7 @@ class Workers:
             del error  # its traceback has this frame: a cycle would keep what was read
 
     def require_running(self) -> None:
-        """End a task between two pieces once the load has ended.
-
-        Raises:
-            Stopped: It has.
-        """
+        """End a task between two pieces, by :class:`Stopped`, once the load has ended."""
         if self._is_stopping:
             raise Stopped
 
@@ -190,11 +178,7 @@ class _Submitted:
 
 
 class InFlight:
-    """Reads in flight, oldest first; as a context manager it closes what is left open.
-
-    Args:
-        workers: The threads that read.
-    """
+    """Reads in flight, oldest first; as a context manager it closes what is left open."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
@@ -205,7 +189,7 @@ class InFlight:
     def open(
         self, files: ReadableFiles, name: str, items: Sequence[Wanted], counter: ReadCounter
     ) -> OpenFile:
-        """Open a file to read items of it; arguments and errors are those of :class:`OpenFile`.
+        """Open a file to read items of it, with the errors of :class:`OpenFile`.
 
         Hands over what is read, so that few files are open: fewer if the process may open no more.
         """
@@ -227,12 +211,8 @@ class InFlight:
     def read(self, file: OpenFile, groups: Sequence[Sequence[Read]]) -> None:
         """Submit reads of a file of :meth:`open`, which is closed after them.
 
-        Hands over what is read, so that memory is bounded.
-
-        Args:
-            file: The file.
-            groups: Reads that one thread does one after the other, and single ones that several
-                threads share.
+        A group is reads that one thread does one after the other, or a single one that several
+        threads share. Hands over what is read, so that memory is bounded.
         """
         for reads in groups:
             run, count = partial(_run_each, reads), max(read.tasks for read in reads)

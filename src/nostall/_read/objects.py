@@ -36,17 +36,10 @@ _REFUSED = re.compile(
 def object_in(content: io.BytesIO, name: str, *, path: str, trust: bool, hint: str) -> Any:
     """The object in an archive of ``torch.save``.
 
-    Args:
-        content: The archive.
-        name: Name of the item, for errors.
-        path: The file or checkpoint that it is from, for errors.
-        trust: Unpickle any class, which can run code; otherwise those that ``weights_only`` allows.
-        hint: How to trust it, for errors.
-
-    Raises:
-        UntrustedObjectError: It is of a class that is not allowed.
-        DamagedCheckpointError: Its bytes are damaged.
-        ReadError: It needs something that this environment does not have.
+    With ``trust`` it may be of any class, which can run code; otherwise of those that
+    ``weights_only`` allows: others are an ``UntrustedObjectError`` with ``hint``.
+    ``DamagedCheckpointError`` if its bytes are damaged; ``ReadError`` if it needs something that
+    this environment does not have.
     """
     what = f"cannot load the object {name!r}"
     try:
@@ -75,9 +68,7 @@ def unloadable(
 def loaded_safely(archive: BinaryIO) -> Any:
     """The object that ``torch.load(weights_only=True)`` makes of an archive.
 
-    Raises:
-        Broken: It is not an archive as ``torch.save`` makes it.
-        Exception: A damaged archive can raise anything.
+    Raises :class:`Broken` for another file, and anything for a damaged archive.
     """
     require_archive(archive)
     return torch.load(archive, map_location="cpu", weights_only=True)
@@ -86,9 +77,8 @@ def loaded_safely(archive: BinaryIO) -> Any:
 def require_archive(archive: BinaryIO) -> None:
     """Require an archive as ``torch.save`` makes it, with records no longer than itself.
 
-    Raises:
-        Broken: It is another file, or its records are compressed, or used several times.
-        Exception: A damaged archive can raise anything.
+    Raises :class:`Broken` for another file, or if records are compressed, or used several times,
+    and anything for a damaged archive.
     """
     nbytes = archive.seek(0, os.SEEK_END)
     archive.seek(0)

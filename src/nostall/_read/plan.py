@@ -67,7 +67,7 @@ class Wanted(NamedTuple):  # made in a quarter of the time of a frozen dataclass
     nbytes: int
     """Length of the archive."""
     form: Form | None = None
-    """Set if the values are not in an archive, but all that is there, as in safetensors."""
+    """Set if the item's bytes are its values without an archive, as in safetensors."""
 
     @property
     def end(self) -> int:
@@ -103,12 +103,7 @@ def regions(items: Sequence[Wanted]) -> Iterator[slice]:
 
 
 def nbytes_by_archive(wanted: Iterable[Wanted], rows_of: RowsOf) -> dict[Span, int]:
-    """How many bytes of which archives are read; several items of an archive read it once.
-
-    Args:
-        wanted: The items.
-        rows_of: See :data:`RowsOf`.
-    """
+    """How many bytes of which archives are read; several items of an archive read it once."""
     found: dict[Span, int] = {}
     for item, file, offset, nbytes, _ in wanted:
         archive, count = Span(file, offset, offset + nbytes), nbytes
@@ -121,14 +116,9 @@ def nbytes_by_archive(wanted: Iterable[Wanted], rows_of: RowsOf) -> dict[Span, i
 
 
 def rows_of(stored: Mapping[str, object], item: ReadItem) -> int | None:
-    """Rows of an item's stored tensor, of which a slice needs some.
+    """Rows of an item's stored tensor, of which a slice needs some; ``stored`` has it by name.
 
-    Args:
-        stored: The checkpoint's ``state_dict_metadata``.
-        item: The item.
-
-    Returns:
-        ``None`` if the tensor has no rows, or metadata do not say where the item is from.
+    ``None`` if the tensor has no rows, or metadata do not say where the item is from.
     """
     index = item.storage_index
     chunk = None if index.index is None else chunk_of(stored.get(index.fqn), index)

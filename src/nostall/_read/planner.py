@@ -36,14 +36,9 @@ _TENSORS = (torch.Tensor, _torch.ShardedTensor)
 class Planner(DefaultLoadPlanner):
     """Plans to load the selected items of a state dict.
 
-    Args:
-        is_selected: Whether to load the item of a name.
-        strict: Whether a selected item has to be in the checkpoint.
-        trust: Whether objects may be of any class.
-        path: Checkpoint directory, for errors.
-        strict_dtype: Whether tensors must have the dtypes in the checkpoint.
-        empty: Names of dictionaries without any item; if ``strict``, the checkpoint must not have
-            items in them.
+    With ``strict`` a selected item has to be in the checkpoint, and dictionaries without any item,
+    whose names are ``empty``, must be empty in the checkpoint, too. With ``trust`` objects may be
+    of any class. With ``strict_dtype`` tensors must have the dtypes in the checkpoint.
     """
 
     def __init__(
@@ -67,7 +62,7 @@ class Planner(DefaultLoadPlanner):
         self.missing: tuple[str, ...] = ()
         """Names of selected items that the checkpoint does not have."""
         self.loaded: tuple[str, ...] = ()
-        """Names of the others."""
+        """Names of the selected items that it has."""
         self.casts: dict[str, str] = {}
         """Dtypes of the tensors that are loaded into one of another dtype: ``saved to target``."""
 
@@ -84,11 +79,7 @@ class Planner(DefaultLoadPlanner):
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """The plan of this rank's reads.
-
-        Raises:
-            OptionError: An item is not in the checkpoint, or of another shape or kind.
-        """
+        """This rank's reads; ``OptionError`` if the state does not fit the checkpoint."""
         assert isinstance(self.metadata, Metadata)
         wanted = self._fitting(self.metadata.state_dict_metadata)
         items: list[ReadItem] = []

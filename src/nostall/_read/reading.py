@@ -61,22 +61,13 @@ def read_items(
 ) -> None:
     """Read items and hand them to a planner; returns when it has all of them.
 
-    Args:
-        wanted: The items, in the order of the plan; those with transforms are not for this
-            function.
-        planner: Called on this thread only.
-        files: The checkpoint's files.
-        threads: Number of reads at a time.
-        verify: Whether to compare whole tensors with the checksums in their archives.
-        counter: Counts what is read.
-        rank: Among the ranks that read at the same time: each begins with another file.
-        world_size: Number of these ranks.
+    The planner is called on this thread only. Items are in the order of the plan, and have no
+    transforms. ``verify`` compares whole tensors with the checksums in their archives. Each of
+    ``world_size`` ranks that read at the same time begins with another file.
 
-    Raises:
-        DamagedCheckpointError: A file is missing or shorter than expected, or an item in it is
-            damaged. Targets, also of other items, may hold some of the values then.
-        OptionError: An item cannot be loaded into its tensor.
-        OSError: A file cannot be read.
+    ``DamagedCheckpointError`` if a file is missing or shorter than expected, or an item in it is
+    damaged: targets, also of other items, may hold some of the values then. ``OptionError`` if an
+    item cannot be loaded into its tensor.
     """
     if verify:
         checksum.use_fastest()
@@ -114,7 +105,8 @@ def _gives_every_item_its_own_tensor(planner: LoadPlanner) -> bool:
 
 _Known: TypeAlias = "tuple[Wanted, torch.Tensor | None, int]"
 """An item; its tensor, ``None`` for an object and for a tensor that the planner is asked for in
-turn; where its values are, if the tensor is plain."""
+turn; the address of its values, 0 unless the tensor is dense and on the CPU.
+"""
 
 
 def _with_targets(
@@ -196,12 +188,9 @@ class _Load:
 class SmallRead:
     """Small items that lie close together, or one object: read at once, and copied from there.
 
-    Args:
-        load: What all reads share.
-        file: The file that has the items.
-        known: The items, in the order in which they are handed over; autograd knows that plain
-            tensors change. The planner is asked for a tensor that is not known after the one before
-            it was committed.
+    Items are handed over in the order of ``known``. Autograd knows already that dense targets
+    change. The planner is asked for a tensor that is not known after the one before it was
+    committed.
     """
 
     tasks = 1
@@ -299,12 +288,8 @@ class SmallRead:
 class LargeRead:
     """One large tensor: read in pieces by several threads, into the target where possible.
 
-    Args:
-        load: What all reads share.
-        file: The file that has it.
-        wanted: The item.
-        target: Its tensor; autograd knows that it changes if it is plain. ``None``: the planner is
-            asked for it, and it is read, once all items before it are committed.
+    Autograd knows already that a dense target changes. If the target is ``None``, the planner is
+    asked for it, and it is read, once all items before it are committed.
     """
 
     def __init__(

@@ -47,8 +47,7 @@ Messages: TypeAlias = Sequence[tuple[int, torch.Tensor]]
 class Peers(Protocol):
     """Ranks that share reads.
 
-    Raises:
-        RankLostError: From both methods: another rank has ended, or the group is unusable.
+    Both methods raise ``RankLostError`` if another rank has ended, or the group is unusable.
     """
 
     rank: int
@@ -124,8 +123,7 @@ class Member:
 def all_want_to_share(ranks: Sequence[object]) -> bool:
     """Whether the ranks share: every one of several has sent a :class:`Member`.
 
-    Raises:
-        OptionError: Only some have sent one, or that of another group, and would wait for others.
+    ``OptionError`` if only some have sent one, or one of another group: they would wait for others.
     """
     without = [rank for rank, each in enumerate(ranks) if not isinstance(each, Member)]
     if len(ranks) == 1 or len(without) == len(ranks):
@@ -149,9 +147,7 @@ def share(
 ) -> list[Share] | None:
     """Plan which bytes each rank gets from others; ``None`` if none would be read twice.
 
-    Args:
-        wanted: By rank, the archives that it needs, and how many bytes of each it would read.
-        round_nbytes: Limit on what one rank gets in a round, except for a single larger archive.
+    ``wanted`` has, by rank, the archives that it needs, and how many bytes of each it would read.
     """
     rounds = _in_rounds(_read_twice(wanted), round_nbytes)
     if not rounds:
@@ -186,8 +182,8 @@ def _in_rounds(
 ) -> list[dict[Ranks, list[Span]]]:
     """The archives of each round, by the ranks that get them.
 
-    Those of the same ranks stay in order. Those of other ranks may be in the same round, so that
-    all ranks have something to do.
+    Archives of one set of ranks stay in order. Other sets may share their rounds, so that all ranks
+    have something to do.
     """
     rounds: list[dict[Ranks, list[Span]]] = []
     filled: list[dict[int, int]] = []
@@ -232,21 +228,12 @@ def read_shared(
     *,
     threads: int,
 ) -> None:
-    """Read items, those that are shared with other ranks, and load them. Collective.
+    """Read items, some of them together with other ranks, and load them. Collective.
 
-    Args:
-        share: What this rank gets.
-        wanted: All items of this rank, in any order.
-        files: The checkpoint's files.
-        peers: The ranks that have the other shares.
-        load: Reads items from files and hands them to the planner; called on this thread.
-        threads: Number of reads at a time.
-
-    Raises:
-        RankFailedError: Another rank could not read, or its planner has raised an error.
-        RankLostError: Ranks can no longer communicate.
-        DamagedCheckpointError: A file is missing or shorter than expected; or as of ``load``.
-        OSError: A file cannot be read.
+    Items are in any order. ``load`` is called on this thread: it reads items from files and hands
+    them to the planner. ``RankFailedError`` if another rank could not read, or its planner has
+    raised an error; ``RankLostError`` if ranks can no longer communicate. Other ranks learn of an
+    error of this one before it is raised.
     """
     placed, rest = _by_round(share, wanted)
     largest = max(sum(part.nbytes for part in content) for content in share.rounds)
@@ -322,13 +309,8 @@ def _by_round(share: Share, wanted: Sequence[Wanted]) -> tuple[list[list[_Placed
 class _Round:
     """One round of one rank in memory, part after part.
 
-    As a :class:`~nostall._storage.port.ReadableFiles`, each of its files is all of the memory.
-
-    Args:
-        content: The parts.
-        memory: As long as all of them, or longer.
-        placed: The items that are loaded from it.
-        files: Where it is read from.
+    As a :class:`~nostall._storage.port.ReadableFiles`, each of its files is all of the memory,
+    which may be longer than the parts.
     """
 
     def __init__(
@@ -340,12 +322,7 @@ class _Round:
         self._files = files
 
     def read(self, rank: int, threads: int) -> None:
-        """Read what this rank reads for all.
-
-        Raises:
-            DamagedCheckpointError: A file is missing or shorter than expected.
-            OSError: A file cannot be read.
-        """
+        """Read what this rank reads for all."""
         items: dict[str, list[Wanted]] = defaultdict(list)
         for each, _ in self._placed:
             items[each.file].append(each)

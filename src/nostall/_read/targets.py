@@ -35,11 +35,7 @@ def without_gradient(target: torch.Tensor) -> torch.Tensor:
 
 
 def require_usable(target: torch.Tensor, wanted: Wanted) -> None:
-    """Check a planner's tensor before anything is read for it.
-
-    Raises:
-        OptionError: It has another shape than the item, or no memory.
-    """
+    """Require that a planner's tensor has memory and the item's shape, else ``OptionError``."""
     if target.shape != wanted.item.lengths:
         raise OptionError(
             f"cannot load {wanted.name}: its tensor has the shape {tuple(target.shape)}, the"
@@ -52,7 +48,7 @@ def require_usable(target: torch.Tensor, wanted: Wanted) -> None:
 
 
 def span_of(target: torch.Tensor) -> tuple[int, int] | None:
-    """The first address of a dense target's values and one past the last; ``None`` of others.
+    """The first address of a dense target's values and one past the last; ``None`` for others.
 
     The values of a dense tensor are bytes in memory, one after the other, on any device.
     """
@@ -76,13 +72,8 @@ def note_changes(
     Other targets are changed by torch itself, which tells it. Tensors made in inference mode have
     no count of changes.
 
-    Args:
-        targets: The tensors.
-        spans: For each of them what :func:`span_of` returns.
-
-    Returns:
-        Where the values of each target are if it is dense and on the CPU; otherwise 0. Threads
-        that read do not ask torch themselves: it would hand the interpreter lock over.
+    Returns the address of each target's values if it is dense and on the CPU, otherwise 0: threads
+    that read do not ask torch, which would hand the interpreter lock over.
     """
     addresses = []
     changing = []
@@ -101,13 +92,8 @@ def overlapping(
 ) -> list[bool]:
     """Whether each target shares memory with another one, or may do so.
 
-    Tensors whose memory is not known, such as those of a subclass, may.
-
-    Args:
-        items: What is loaded into each target, by a planner that gives the same tensor for the same
-            ``dest_index``.
-        targets: The tensors.
-        spans: For each of them what :func:`span_of` returns.
+    Tensors whose memory is not known, such as those of a subclass, may. The planner of these items
+    must give the same tensor for the same ``dest_index``.
     """
     found = [False] * len(targets)
     extents: list[tuple[int, int, int]] = []
@@ -182,8 +168,7 @@ def bring(
 ) -> None:
     """Copy values into targets that share no memory; on the thread that called the load.
 
-    Raises:
-        OptionError: torch cannot copy into one of them.
+    ``OptionError`` if torch cannot copy into one of them.
     """
     try:
         _torch.copy_each(targets, uploads.brought_near(values, targets))
