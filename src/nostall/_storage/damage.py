@@ -28,11 +28,7 @@ class NoArchive(Exception):
 
 
 def crc32_of_file(files: Files, name: str, progress: Callable[[int], object]) -> int:
-    """The CRC-32 of a file; ``progress`` is called with the length of each piece read.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """The CRC-32 of a file; ``progress`` is called with the length of each piece read."""
     crc32 = offset = 0
     piece = memoryview(bytearray(_PIECE_NBYTES))
     with closing(files.open(name)) as source:
@@ -46,10 +42,8 @@ def crc32_of_file(files: Files, name: str, progress: Callable[[int], object]) ->
 def damage_of_container(part: BinaryIO) -> str | None:
     """A description of the damage to a ``torch.save`` archive; ``None`` if it is intact.
 
-    Raises:
-        ChecksumMissing: The archive has no checksums to compare.
-        NoArchive: The bytes are not an archive.
-        OSError: It cannot be read.
+    Raises :class:`ChecksumMissing` or :class:`NoArchive` if there is nothing to compare, and
+    ``ReadError`` if this Python cannot read archives.
     """
     nbytes = part.seek(0, os.SEEK_END)
     part.seek(0)
@@ -78,9 +72,6 @@ def is_to_blame(part: BinaryIO, error: Exception) -> bool:
 
     If they match their checksums, the reason is the environment: a module or a class that is
     missing, or another version of one.
-
-    Raises:
-        OSError: It cannot be read.
     """
     try:
         return damage_of_container(part) is not None

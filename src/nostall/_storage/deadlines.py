@@ -1,7 +1,7 @@
 """Storage calls of the trainer, with deadlines: each runs on a daemon thread.
 
-Beside :func:`in_time`, those that several stages make: a directory is made, looked at, or files in
-it are removed.
+Beside :func:`in_time`, the module has calls of several stages: make a directory, look at it, remove
+files in it.
 
 A thread in a system call cannot be ended. If storage hangs, the thread is left behind with what it
 holds until storage answers; an exiting interpreter does not wait for it.
@@ -50,17 +50,9 @@ def in_time(
 ) -> T:
     """The result of a storage call, or its exception, within ``timeout_s`` seconds.
 
-    Args:
-        call: Several system calls that belong together, as another thread costs 50 to 100 µs.
-        timeout_s: How long to wait.
-        doing: Description of the call, for the error.
-        phase: Stage of the save.
-        path: The file or directory concerned.
-        rank: The rank that saves.
-        give_up: Called when the caller no longer waits.
-
-    Raises:
-        SaveTimeoutError: The call is still running.
+    ``call`` makes all system calls that belong together, as another thread costs 50 to 100 µs.
+    ``doing`` describes them for the ``SaveTimeoutError``. Before that, and at once after Ctrl-C,
+    ``give_up`` is called: the caller no longer waits, and ``call`` may still run.
     """
     done: Future[T] = Future()
     try:
@@ -105,21 +97,9 @@ def make_ready(
 ) -> bool:
     """Make a checkpoint directory, and check that it holds no checkpoint that must not be replaced.
 
-    Args:
-        place: The directory, or its address.
-        metadata_name: Name of the metadata file that the save will publish.
-        others: Names of metadata files that it will not replace.
-        overwrite: Whether a checkpoint may be replaced.
-        rank: This rank, for errors.
-        timeout_s: How long storage may take.
-
-    Returns:
-        Whether any of the metadata files may be there.
-
-    Raises:
-        CheckpointExistsError: It holds a checkpoint, and ``overwrite`` is false.
-        WriteError: The directory cannot be made.
-        SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
+    Returns whether any of the metadata files may exist; the save will not replace ``others``.
+    ``CheckpointExistsError`` if there may be a checkpoint, and ``overwrite`` is false;
+    ``WriteError`` if the directory cannot be made; ``SaveTimeoutError``.
     """
 
     def make() -> bool:
@@ -153,11 +133,7 @@ def make_ready(
 def may_hold(
     place: str, metadata_names: Sequence[str], *, rank: int | None, timeout_s: float
 ) -> bool:
-    """Whether a place may hold a checkpoint; true if storage cannot tell.
-
-    Raises:
-        SaveTimeoutError: Storage did not answer within ``timeout_s`` seconds.
-    """
+    """Whether a place may hold a checkpoint; true if storage cannot tell."""
     return in_time(
         lambda: any(map(partial(may_have, storage_at(place)), metadata_names)),
         timeout_s=timeout_s,
@@ -186,7 +162,7 @@ def remove_in_time(
     remove: Callable[[Sequence[str]], object] = remove_unnamed,
     timeout_s: float = REMOVAL_TIMEOUT_S,
 ) -> None:
-    """Remove files, by default those that no metadata names; waits ``timeout_s`` seconds at most.
+    """Remove files, by default those that no metadata names, for up to ``timeout_s`` seconds.
 
     After that the files are logged; removal continues in the background while this process lives.
     """

@@ -1,4 +1,4 @@
-"""Checkpoint directories in use by this process: files made by its saves, and commits under way.
+"""Checkpoint directories in use by this process: files made by its saves, and commits in progress.
 
 A directory is identified by its resolved path, however it is written and whichever engine a save
 belongs to. :func:`remove_unnamed` removes what failed saves have left in one.
@@ -25,12 +25,7 @@ _KEPT = 8
 
 
 class Visit:
-    """One rank's part of one save in a checkpoint directory.
-
-    Args:
-        directory: The checkpoint directory.
-        created: Paths of the files that the save has made there so far.
-    """
+    """One rank's part of one save in a directory; ``created`` has the paths of its files so far."""
 
     def __init__(self, directory: str, created: Set[str]) -> None:
         self._directory = directory
@@ -66,8 +61,8 @@ class Visit:
     def left_before(self) -> tuple[str, ...]:
         """Names of files that finished saves of this process made in this directory.
 
-        Files known to be committed are left out. The others may belong to a checkpoint, or be gone;
-        the coordinator knows once it has committed another one.
+        Files known to be committed are left out. The others may belong to a checkpoint, or no
+        longer exist; the coordinator knows once it has committed another one.
         """
         with _state.lock:
             over = {visit for visit in _state.visits if visit is not self and visit._is_over()}
@@ -114,20 +109,20 @@ def note_removed(paths: Iterable[str]) -> None:
 def has_failed_in(directory: str) -> bool:
     """Whether a save of this process to a directory was not committed.
 
-    What it does late, when storage answers, must not hit files of a later one under the same names.
+    Its calls that storage answers late must not hit a later save's files of the same names.
     """
     with _state.lock:
         return directory in _state.failed_in
 
 
 def names_in_use(directory: str) -> set[str]:
-    """Names of files of this process's saves that are under way in a directory."""
+    """Names of files in a directory that belong to saves of this process in progress."""
     created = set[str]().union(*(visit._created for visit in busy_in(directory)))
     return set(map(os.path.basename, created))
 
 
 def busy_in(directory: str) -> set[Visit]:
-    """Saves of this process that are under way in a directory, with files there or not yet."""
+    """Saves of this process to a directory that are in progress, with files in it or not yet."""
     with _state.lock:
         busy = {visit for visit in _state.visits if not visit._is_over()}
     if all(visit._directory == directory for visit in busy):
@@ -140,8 +135,7 @@ def busy_in(directory: str) -> set[Visit]:
 def committing(directory: str, *, timeout_s: float) -> Iterator[None]:
     """Hold the directory's commit lock: one thread of this process commits at a time.
 
-    Raises:
-        SaveTimeoutError: Another thread has been committing for ``timeout_s`` seconds.
+    ``SaveTimeoutError`` if another thread keeps it for ``timeout_s`` seconds.
     """
     where = identity(directory)
     with _state.lock:
@@ -160,7 +154,7 @@ def committing(directory: str, *, timeout_s: float) -> Iterator[None]:
 
 
 def remove_unnamed(paths: Iterable[str]) -> None:
-    """Remove files of a save that has failed, but those that a checkpoint has; errors are ignored.
+    """Remove files of a save that has failed, unless a checkpoint names them; errors are ignored.
 
     A later save may have got the same names. All files stay if metadata cannot be read.
     """

@@ -37,11 +37,7 @@ as with environment variables; each process that saves or promotes gets them wit
 
 
 def require_possible(path: str | os.PathLike[str]) -> None:
-    """Refuse a path that cannot name a checkpoint directory.
-
-    Raises:
-        OptionError: It is not a path, is empty or contains a null character.
-    """
+    """Refuse, with ``OptionError``, a path that cannot name a checkpoint directory."""
     if not isinstance(path, str | os.PathLike):
         raise OptionError(
             f"the checkpoint path is {path!r}", hint="pass a string or a pathlib.Path"
@@ -63,13 +59,9 @@ def require_possible(path: str | os.PathLike[str]) -> None:
 def place_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> str:
     """The place that a user names: an absolute path, or an address.
 
-    Args:
-        path: What the user names.
-        storage_options: Options for the client of its bucket, from now on.
-
-    Raises:
-        OptionError: It cannot name a checkpoint, :func:`absolute` raises it, or the client of the
-            object store is not installed.
+    ``storage_options`` are for the client of its bucket, from now on, in all of this process.
+    ``OptionError`` if it cannot name a checkpoint, or the client of the object store is not
+    installed; ``SaveTimeoutError`` as :func:`absolute`.
     """
     require_possible(path)
     text = os.fspath(path)
@@ -95,11 +87,7 @@ def is_place(path: object) -> bool:
 
 
 def local_tier_of(path: str | os.PathLike[str]) -> str:
-    """The directory that a user names as ``local_staging_dir``.
-
-    Raises:
-        OptionError: As :func:`place_of`, or it is in an object store.
-    """
+    """The directory that a user names as ``local_staging_dir``; raises as :func:`place_of`."""
     if is_address(path) and not os.fspath(path).startswith(_FILE):
         raise OptionError(
             "local_staging_dir does not support object stores",
@@ -113,11 +101,8 @@ def absolute(path: str | os.PathLike[str]) -> str:
     """The absolute form of a path: trainer and writer process have different working directories.
 
     It leads where the system finds the path, whose ``..`` is not what is written before it if that
-    is a link.
-
-    Raises:
-        OptionError: The path is relative and the working directory was removed.
-        SaveTimeoutError: It has a ``..``, and storage did not answer.
+    is a link. ``OptionError`` if the path is relative and the working directory was removed;
+    ``SaveTimeoutError`` if it has a ``..``, and storage did not answer.
     """
     try:
         parts = os.fspath(path).split("/")
@@ -134,11 +119,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
 
 
 def without_links(path: str) -> str:
-    """The path that links in it lead to.
-
-    Raises:
-        SaveTimeoutError: Storage did not answer.
-    """
+    """The path that links in it lead to; ``SaveTimeoutError`` if storage does not answer."""
     # Here and not at the top: the writer process follows no links, and starts without these.
     from nostall._storage.deadlines import in_time
     from nostall.options import EngineOptions
@@ -158,11 +139,10 @@ def is_address(path: object) -> bool:
 
 
 def _place_at(address: str) -> str:
-    """The place that an address leads to: its shortest form, unless it is one of files.
+    """The place of an address: its shortest form, or the directory of a profile of files.
 
-    Raises:
-        OptionError: It names no bucket, or a part of the key is empty, ``.`` or ``..``; or the
-            client for its kind of object store is not installed.
+    ``OptionError`` if the address has an empty name, ``.`` or ``..``, or the client for its kind of
+    object store is unknown or not installed.
     """
     found = _ADDRESS.match(address)
     assert found is not None, address
@@ -198,11 +178,7 @@ def _place_at(address: str) -> str:
 
 
 def require_directory(path: str) -> None:
-    """Refuse a path that is not a directory and cannot become one. Looks at storage.
-
-    Raises:
-        OptionError: Something else has its name, or that of a directory above it.
-    """
+    """Refuse, with ``OptionError``, a path that is no directory and cannot be made one."""
     hint = None if is_address(path) else why_no_directory(path)
     if hint is not None:
         raise OptionError("the path is not that of a directory", path=path, hint=hint)
@@ -211,9 +187,7 @@ def require_directory(path: str) -> None:
 def why_no_directory(path: str, code: int | None = None) -> str | None:
     """A hint about what is in the way of a directory and what to do, if that is known.
 
-    Args:
-        path: The directory.
-        code: The errno after which it could not be made.
+    ``code`` is the errno with which it could not be made.
     """
     while path and not os.path.lexists(path):
         path = os.path.dirname(path)
@@ -227,15 +201,9 @@ def why_no_directory(path: str, code: int | None = None) -> str | None:
 
 
 def storage_at(place: str, *, sync: bool = True, direct: bool = False) -> Storage:
-    """The storage of a place; touches nothing.
+    """The storage of a place; touches nothing. Options are those of :class:`posix.PosixStorage`.
 
-    Args:
-        place: The place.
-        sync: Whether to fsync what is put, removed and published in a file system.
-        direct: Whether to put files past the page cache of a file system.
-
-    Raises:
-        OptionError: The client for its kind of object store is not installed.
+    ``OptionError`` if an object store's client refuses its options, or was used before a fork.
     """
     if is_address(place):
         return object_storage_at(place)
@@ -243,7 +211,7 @@ def storage_at(place: str, *, sync: bool = True, direct: bool = False) -> Storag
 
 
 def object_storage_at(place: str) -> ObjectStorage:
-    """The storage at an address; see :func:`storage_at`."""
+    """The storage at an address; raises as :func:`storage_at`."""
     # Here and not at the top: no save to a file system needs them.
     from nostall._storage.objects.object_storage import ObjectStorage
 
@@ -278,8 +246,7 @@ def identity(place: str) -> str:
 def _set_storage_options(place: str, options: Mapping[str, Any]) -> None:
     """Use options for the bucket of a place, in all of this process.
 
-    Raises:
-        OptionError: The place has no client that takes them, or the client refuses them.
+    ``OptionError`` if the place has no client that takes them, or the client refuses them.
     """
     if not is_address(place) or place.startswith("msc://"):
         raise OptionError(

@@ -64,12 +64,8 @@ class PosixStorage:
     """A checkpoint directory; a :class:`~nostall._storage.port.Storage`.
 
     ``publish`` compares with ``expected`` just before the rename. Between processes this is not
-    atomic: POSIX has no conditional rename.
-
-    Args:
-        directory: The checkpoint directory.
-        sync: Whether to fsync what is put, removed and published.
-        direct: Whether to put files past the page cache.
+    atomic: POSIX has no conditional rename. With ``sync`` what is put, removed and published is
+    fsynced; with ``direct`` files are put past the page cache.
     """
 
     publishes_conditionally = False
@@ -181,15 +177,9 @@ def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], b
     After such an error the outcome is unknown, and a look at the directory may show a cached state.
     A second rename reaches storage itself: it completes the first one, or finds nothing to rename.
 
-    Args:
-        final: The new name; an existing file of this name is replaced.
-        temporary: The present name.
-        what: The published thing, for the error.
-        is_there: Whether the file appears to have the new name already; an error is no answer.
-
-    Raises:
-        OSError: Storage refused; the file does not have the new name.
-        NotDurableError: The outcome is unknown.
+    ``is_there`` tells whether the file appears to have the new name already; an error is no answer.
+    ``OSError`` if storage refused: the file does not have the new name. ``NotDurableError`` if the
+    outcome is unknown.
     """
     doubt: OSError | None = None
     for wait_s in (*_WAITS_S, None):
@@ -215,8 +205,7 @@ def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], b
 def make_name_durable(path: str, *, what: str) -> None:
     """Fsync the directory of a file that has just got its name; ``what`` is for the error.
 
-    Raises:
-        NotDurableError: That failed, for whatever reason; the file has its name.
+    ``NotDurableError`` if that failed, for whatever reason; the file has its name.
     """
     try:
         sync_directory(os.path.dirname(path))
@@ -244,12 +233,9 @@ def _unknown(path: str, what: str, *errors: Exception) -> NotDurableError:
 def write_draft(path: str, content: Sequence[bytes], *, sync: bool) -> int:
     """Make a file that is to be renamed, and fsync it with ``sync``; an existing one is removed.
 
-    Returns:
-        A descriptor that cannot be read. Until it is closed no other file of this machine can have
-        the same device and inode, even if this one is removed.
-
-    Raises:
-        OSError: The system refused, wrote nothing without an error, or has another file there.
+    Its descriptor cannot be read. Until it is closed no other file of this machine can have the
+    same device and inode, even if this one is removed. ``OSError`` also if the system wrote
+    nothing, or another process has replaced the file.
     """
     descriptors: list[int] = []
     try:
@@ -296,13 +282,8 @@ def remove_draft(path: str, fd: int) -> None:
 class ImageFile:
     """A new file being written; several threads may write chunks at once.
 
-    Args:
-        path: Its path; if that exists, :attr:`name` is that of a similar one.
-        nbytes: Its final length.
-        root: The directory that :attr:`name` is relative to.
-        direct: Whether to bypass the page cache.
-        sync: Whether to fsync the finished file.
-        on_created: Called with the name as soon as the file exists, still empty.
+    If ``path`` exists, a similar one is made. :attr:`name` is relative to ``root``; ``on_created``
+    is called with it as soon as the file exists, still empty.
     """
 
     def __init__(
@@ -336,11 +317,7 @@ class ImageFile:
         return self._direct
 
     def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
-        """Write a chunk, see :meth:`nostall._storage.port.Upload.write`.
-
-        Raises:
-            OSError: The system refused, or wrote nothing without an error.
-        """
+        """Write a chunk, see :meth:`nostall._storage.port.Upload.write`."""
         length = page_aligned(end) if self._direct else end
         while begin < end:
             direct = self._direct
@@ -359,9 +336,7 @@ class ImageFile:
     def finish(self, crc32: int | None = None) -> None:
         """Truncate the file to its length, fsync it if asked, and close it.
 
-        Raises:
-            OSError: The system refused. Some file systems report a full disk or a lost server only
-                at close.
+        Some file systems report a full disk or a lost server only at close.
         """
         del crc32  # a file system has none to compare
         os.ftruncate(self._fd, self._nbytes)
@@ -394,11 +369,7 @@ class ImageFile:
 
 
 def create_new(path: str) -> tuple[str, int]:
-    """Open a new file with this path, or a similar one if it exists: existing files stay.
-
-    Returns:
-        The file's path and its descriptor.
-    """
+    """Open a new file of this path, or of a similar one if it exists; its path and descriptor."""
     root, suffix = os.path.splitext(path)
     for _ in range(_NAMES_TRIED):
         with suppress(FileExistsError):
@@ -430,9 +401,7 @@ def _libc() -> ctypes.CDLL:
 class PosixSource:
     """A regular file, opened for reading.
 
-    Raises:
-        ReadError: The path is something else: a pipe would block, a device may have no end.
-        OSError: It cannot be opened.
+    ``ReadError`` for anything else: a pipe would block, a device may have no end.
     """
 
     def __init__(self, path: str) -> None:
@@ -526,14 +495,8 @@ def sync_name(directory: str) -> None:
 class HeldDirectory:
     """A directory that is opened once: what gets its name meanwhile is not touched.
 
-    Its methods are those of :class:`~nostall._storage.port.Files`.
-
-    Args:
-        path: Its path, which must not be a symbolic link.
-
-    Raises:
-        NotADirectoryError: It is a symbolic link, or a file.
-        OSError: It cannot be opened.
+    Its methods are those of :class:`~nostall._storage.port.Files`. ``NotADirectoryError`` if the
+    path is a symbolic link, or a file.
     """
 
     def __init__(self, path: str) -> None:
@@ -576,7 +539,7 @@ def remove_leftover(path: str) -> None:
 
 
 def remove_empty_files(paths: Iterable[str]) -> None:
-    """Remove those of the files that are empty."""
+    """Remove the files that are empty; errors are ignored."""
     for path in paths:
         with suppress(OSError):
             status = os.lstat(path)

@@ -66,11 +66,8 @@ class UncachedSource(PosixSource):
     """A regular file, opened for reading past the page cache; raises as :class:`PosixSource`.
 
     A second descriptor is opened for the first piece that is not in the page cache. If ``O_DIRECT``
-    is refused, then or later, all of the file is read through the page cache.
-
-    Args:
-        path: The file.
-        free: Memory to read into, which no thread uses; what is allocated is added to it.
+    is refused, then or later, all of the file is read through the page cache. ``free`` is memory to
+    read into, which no thread uses; what is allocated is added to it.
     """
 
     def __init__(self, path: str, free: list[memoryview]) -> None:
@@ -160,21 +157,10 @@ def _address_of(memory: mmap.mmap | memoryview) -> int:
 def _read_pages(
     fd: int, offset: int, memories: Sequence[memoryview], nbytes: int, beside: memoryview
 ) -> int:
-    """Fill memory through a descriptor with ``O_DIRECT``.
+    """Fill pieces of memory, ``nbytes`` in all, through a descriptor with ``O_DIRECT``.
 
-    Args:
-        fd: The descriptor.
-        offset: First byte of the file, of any alignment.
-        memories: To be filled, one after the other.
-        nbytes: Their length.
-        beside: Whole pages, as many as the range of the file touches or more.
-
-    Returns:
-        The number of bytes read; fewer than requested at the end of the file, and possibly
-        elsewhere.
-
-    Raises:
-        OSError: Storage refused, or the file system does not do this.
+    ``beside`` has as many whole pages as the range of the file touches, or more. Returns the number
+    of bytes read; fewer than requested at the end of the file, and possibly elsewhere.
     """
     unwanted = offset % _PAGE_NBYTES
     pages = -(-(unwanted + nbytes) // _PAGE_NBYTES)

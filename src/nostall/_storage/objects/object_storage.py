@@ -29,10 +29,7 @@ _LEAST_PART_NBYTES = 5 << 20
 class ObjectStorage:
     """A prefix of keys in a bucket; a :class:`~nostall._storage.port.Storage`.
 
-    Args:
-        url: Address of the checkpoint, without a slash at its end.
-        prefix: What all keys begin with; it ends with a slash, or is empty.
-        client: The bucket.
+    ``url`` has no slash at its end; ``prefix`` ends with one, or is empty.
     """
 
     publishes_conditionally = True
@@ -93,11 +90,7 @@ class ObjectStorage:
                 raise error if is_clear else self._unknown(name, error) from error
 
     def _has(self, name: str, content: bytes, *, doubt: OSError) -> bool:
-        """Whether an object has this content.
-
-        Raises:
-            NotDurableError: The store does not say.
-        """
+        """Whether an object has this content; ``NotDurableError`` if the store does not say."""
         try:
             source = self.open(name)
             if source.stat.nbytes != len(content):

@@ -21,11 +21,7 @@ from nostall.errors import OptionError
 
 
 class MscClient:
-    """One profile; with the methods of ``over_obstore.ObstoreClient``.
-
-    Args:
-        profile: Its address, such as ``msc://profile``.
-    """
+    """A profile, such as ``msc://profile``; with the methods of ``over_obstore.ObstoreClient``."""
 
     def __init__(self, profile: str) -> None:
         from multistorageclient import resolve_storage_client
@@ -138,7 +134,7 @@ class _Content(io.RawIOBase):
 
 @contextmanager
 def _errors_at(where: str) -> Iterator[None]:
-    """Errors of the client as those of storage."""
+    """Turn errors of the client into those of storage."""
     try:
         yield
     except Exception as error:  # of the package of the store
@@ -151,8 +147,7 @@ def _errors_at(where: str) -> Iterator[None]:
 def directory_of(address: str) -> str | None:
     """The directory that an address leads to; ``None`` if it is in an object store.
 
-    Raises:
-        OptionError: There is no such profile.
+    ``OptionError`` if the profile does not exist.
     """
     from multistorageclient import resolve_storage_client
 

@@ -1,6 +1,6 @@
 """S3, Google Cloud Storage and Azure Blob Storage through obstore (the extra ``objects``).
 
-Credentials, region and endpoint are those of obstore: environment variables, roles of the machine,
+Credentials, region and endpoint come from obstore: environment variables, roles of the machine,
 and a user's ``storage_options``. obstore repeats requests, asks for ranges and refuses answers with
 others, sends parts side by side, and aborts an upload that fails. It lists no uploads: a process
 that is killed leaves one, which a lifecycle rule has to remove.
@@ -40,14 +40,8 @@ class ObstoreClient:
 
     Errors are ``OSError``: ``FileNotFoundError`` for a key that does not exist, ``Conflict`` for
     one with another version than expected, and an errno of ``port.may_pass`` for a store that is
-    away.
-
-    Args:
-        bucket: Its address, such as ``s3://bucket``.
-        options: What a user passes to obstore, as JSON.
-
-    Raises:
-        OptionError: obstore refuses the options, or does not work in this process.
+    away. The constructor takes a user's options as JSON, and raises ``OptionError`` if obstore
+    refuses them, or does not work in this process.
     """
 
     def __init__(self, bucket: str, options: str) -> None:
@@ -66,8 +60,7 @@ class ObstoreClient:
     ) -> None:
         """Make or replace an object at one instant, if the key has the expected version.
 
-        Raises:
-            Conflict: It has another one. After a lost answer the key may have this content already.
+        ``Conflict`` if it has another one: after a lost answer, perhaps this content.
         """
         mode: Any = "overwrite"
         if expected is not None:
@@ -232,7 +225,7 @@ _MESSAGE = re.compile(r"<Message>([^<\n]*)")
 
 @contextmanager
 def _errors_at(where: str) -> Iterator[None]:
-    """Errors of obstore as those of storage.
+    """Turn errors of obstore into those of storage.
 
     They have no attributes: the status and code of an answer are in their text only.
     """
@@ -282,14 +275,9 @@ def _first_process() -> int:
 
 @lru_cache(maxsize=32)
 def store_of(bucket: str, options: str) -> Any:
-    """The client of a bucket, which keeps its connections.
+    """The client of a bucket, which keeps its connections; ``OptionError`` if obstore refuses it.
 
-    Args:
-        bucket: Its address.
-        options: What a user passes to obstore, as JSON.
-
-    Raises:
-        OptionError: obstore refuses the options.
+    ``options`` is what a user passes to obstore, as JSON.
     """
     from obstore import exceptions
     from obstore.store import from_url
