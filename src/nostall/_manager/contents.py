@@ -116,11 +116,10 @@ Placements: TypeAlias = "dict[str, list[int | None]]"
 def capture(
     state: Mapping[str, Any], step: int, metrics: Mapping[str, float], extra: object, rank: int
 ) -> tuple[dict[str, Any], Counter[str]]:
-    """The state dict to save; objects are asked for their state, and may raise anything.
+    """The state dict to save, and by key the number of plain values outside of modules.
 
-    Returns:
-        The state dict, and for each key the number of plain values, without those of modules. DCP
-        saves each of them as one item.
+    DCP saves each plain value as one item. Objects are asked for their state, and may raise
+    anything.
     """
     items: dict[str, Any] = {}
     plain: Counter[str] = Counter()

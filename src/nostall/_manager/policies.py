@@ -145,7 +145,7 @@ def policies_of(keep: Policy | Iterable[Policy] | None) -> tuple[Policy, ...]:
 
 
 def reads_files(policy: Policy) -> bool:
-    """Whether it may look at what of a step must be read from storage."""
+    """Whether a policy may look at metrics or exact times, which must be read from storage."""
     if isinstance(policy, KeepEvery):
         return policy.seconds is not None
     return not isinstance(policy, KeepLatest)
@@ -180,11 +180,9 @@ def steps_to_keep(
 ) -> set[int]:
     """The steps that stay: the highest, the last of ``own``, and those that any policy keeps.
 
-    Args:
-        records: All committed steps, in ascending order.
-        policies: Without any, every step stays.
-        own: Steps that this run has saved. After a return to an earlier step, higher ones of
-            another run do not take their places: what policies keep of these alone stays, too.
+    Without policies every step stays. Records are in ascending order. This run has saved the steps
+    ``own``: after a return to an earlier step, higher ones of another run do not take their places,
+    and what policies keep of ``own`` alone stays, too.
     """
     steps = [record.step for record in records]
     known = frozenset(own)

@@ -71,7 +71,9 @@ class Retention:
         return list(known.values())
 
     def _read(self, step: int) -> StepRecord:
-        """A step; without metrics if another program saved it, or it is damaged or gone."""
+        """A step; without metrics if another program saved it, or it is damaged or no longer
+        exists.
+        """
         path, at_s, about = self._steps.path(step), 0.0, None
         try:
             at_s = committed_at_s(path)
@@ -112,8 +114,7 @@ class Retention:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being removed, or to be removed.
 
-        Raises:
-            SaveTimeoutError: After ``timeout_s``; ``None`` for ``EngineOptions.save_timeout_s``.
+        ``SaveTimeoutError`` after ``timeout_s``; ``None`` for ``EngineOptions.save_timeout_s``.
         """
         if timeout_s is None:
             timeout_s = default_engine().options.save_timeout_s

@@ -1,4 +1,4 @@
-"""One save of a manager: its handle; and the planner of one that fails."""
+"""One save of a manager, and the planner of a save that fails."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 ``root/step-000000100`` holds the checkpoint of step 100.
 
-A step is *committed* when its metadata is there: listing and policies count these. Listing reads
-the names in ``root`` and asks for the status of one file per step; it opens nothing. A committed
-step is *complete* if all its files are there: one is restored only then.
+A step is *committed* when its metadata exists: listing and policies count these. Listing reads the
+names in ``root`` and asks for the status of one file per step; it opens nothing. A committed step
+is *complete* if all its files exist: one is restored only then.
 """
 
 from __future__ import annotations
@@ -73,9 +73,8 @@ class StepDirectories:
     def look(self, find: Callable[[], T]) -> T:
         """Look at the steps by ``find``, with a deadline: other ranks may wait for the result.
 
-        Raises:
-            ReadError: Storage refuses to answer.
-            SaveTimeoutError: It does not answer within ``EngineOptions.save_timeout_s``.
+        ``ReadError`` if storage refuses; ``SaveTimeoutError`` after
+        ``EngineOptions.save_timeout_s``.
         """
         timeout_s, doing = default_engine().options.save_timeout_s, "looking for steps"
         try:
@@ -162,14 +161,11 @@ class StepDirectories:
     # --- the step to restore ------------------------------------------------------------------
 
     def choose(self, step: int | None, hold: ExitStack, *, deep: bool) -> About | None:
-        """The description of a step, or of the highest one that can be restored.
+        """The description of a step; with ``None``, of the highest step that can be restored.
 
-        ``None`` if no step is committed. If steps are and none can be restored, this is an error.
-
-        Args:
-            step: The step; ``None`` for the highest one.
-            hold: Keeps the step from removal by other processes of this machine.
-            deep: Whether to compare every byte with its checksum, for which there is no deadline.
+        ``None`` if no step is committed; an error if none can be restored, or a given one is not
+        committed. ``hold`` keeps the step from removal by other processes of this machine. ``deep``
+        compares every byte with its checksum, for which there is no deadline.
         """
         if step is not None:
             about = self._restorable(step, hold, deep=deep)
@@ -248,7 +244,7 @@ def held(directory: str, *, to_remove: bool = False) -> Iterator[bool]:
     """
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it is gone, which the caller notices itself
+    except OSError:  # it no longer exists, which the caller notices itself
         yield True
         return
     try:
