@@ -58,11 +58,7 @@ _MOST_LEVELS = 100
 
 
 def convert(given: Namespace) -> Answer:
-    """Convert in the direction that SOURCE and TARGET say; both are named with the items' number.
-
-    Raises:
-        OptionError: The target exists, or a name promises something other than what it has or gets.
-    """
+    """Convert in the direction that SOURCE and TARGET say; ``OptionError`` if they do not fit."""
     source, target = given.source, given.target
     from_store, to_store = is_address(source), is_address(target)
     safetensors = [] if from_store else _safetensors_in(source)
@@ -183,7 +179,7 @@ def _room_for(item: Item, directory: str) -> torch.Tensor:
         # A full disk is an error here; it would be a signal when a page is written back.
         os.posix_fallocate(file.fileno(), 0, nbytes)
         mapped = torch.from_file(file.name, shared=True, size=shape.numel(), dtype=dtype)
-    return mapped.reshape(shape)  # the name is gone now, the pages are not
+    return mapped.reshape(shape)  # the name no longer exists, the pages do
 
 
 class _Node(dict[Any, Any]):
@@ -193,14 +189,9 @@ class _Node(dict[Any, Any]):
 def nested(flat: Mapping[Any, Any], paths: Any, where: str) -> dict[Any, Any]:
     """Items in the dicts and lists that they were in, before DCP stored them flat.
 
-    Args:
-        flat: The items, by name.
-        paths: For each name the keys that lead to it: texts in dicts, numbers in lists; whatever
-            metadata has there. Items without such a path stay at the top.
-        where: Path of the checkpoint, for errors.
-
-    Raises:
-        DamagedCheckpointError: An item would be inside another one.
+    ``paths`` is whatever metadata has: by name, the keys that lead to an item, texts in dicts and
+    numbers in lists. Items without such a path stay at the top. ``DamagedCheckpointError`` if an
+    item would be inside another one.
     """
     root = _Node()
     for name, value in flat.items():
@@ -282,11 +273,11 @@ def _from_safetensors(files: Sequence[str], source: str, target: str) -> int:
 
 
 def _safetensors_in(source: str) -> list[str]:
-    """The file itself, or the files of a directory, which its index names; none in other sources.
+    """The file itself, or the files of a directory: its index names them, or the names do.
 
-    Raises:
-        DamagedCheckpointError: The index is no such index, or names what is not in the directory.
-        ReadError: A file is not a regular file.
+    None of another format, or if ``.metadata`` exists. ``DamagedCheckpointError`` if the index is
+    of another form, or names what is not in the directory; ``ReadError`` if a file is not a regular
+    file.
     """
     directory, name = (source, "") if os.path.isdir(source) else os.path.split(source)
     listed = os.listdir(directory) if not name else [name]

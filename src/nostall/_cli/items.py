@@ -163,8 +163,7 @@ def diff(given: Namespace) -> Answer:
 def _chosen(items: Mapping[str, Item], patterns: Sequence[str]) -> list[Item]:
     """The items whose names match any shell pattern; all of them without patterns.
 
-    Raises:
-        OptionError: None does: a misspelt name must not look like no difference.
+    ``OptionError`` if none does: a misspelt name must not look like no difference.
     """
     matching = [
         name

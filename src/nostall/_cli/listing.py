@@ -1,7 +1,7 @@
 """The checkpoints in a directory and their states: ``ls``, ``latest`` and ``verify``.
 
-States are those of metadata and file sizes. Torch is imported only for checkpoints without a
-manifest, and to verify.
+States come from metadata and file sizes. Torch is imported only for checkpoints without a manifest,
+and to verify.
 """
 
 from __future__ import annotations
@@ -191,16 +191,14 @@ def _verdict(found: Verification) -> str:
     return f"{found.path}: {verdict}" + (f" ({size})" if found.files else "")
 
 
-# --- what is there --------------------------------------------------------------------------------
+# --- what a directory holds -----------------------------------------------------------------------
 
 
 def require_there(path: str, *, directory: bool) -> None:
-    """Require that a path exists, and if asked that of a directory; an address always does.
+    """Require that a path exists, and if asked that it is a directory; an address always passes.
 
-    Raises:
-        NotThere: It does not exist.
-        ReadError: A symbolic link in it is broken, as one to a volume that is not mounted is.
-        OptionError: It is that of a file.
+    ``NotThere`` if it does not exist; ``ReadError`` if a symbolic link in it is broken, such as one
+    to a volume that is not mounted; ``OptionError`` if it is a file.
     """
     if is_address(path):
         return
@@ -225,11 +223,7 @@ def list_checkpoints(root: str, *, deep: bool = False) -> list[Listed]:
     """The checkpoints that are subdirectories of ``root``, oldest first, also behind links.
 
     A subdirectory that is not a checkpoint may hold checkpoints, such as the parts
-    ``step-100/model`` and ``step-100/optimizer``.
-
-    Args:
-        root: The directory, or an address.
-        deep: Read every byte, but for those behind links.
+    ``step-100/model`` and ``step-100/optimizer``. ``deep`` reads every byte, except behind links.
     """
     found = []
     for path in directories_in(root):
@@ -245,7 +239,7 @@ def list_checkpoints(root: str, *, deep: bool = False) -> list[Listed]:
 
 
 def look_at(path: str, *, deep: bool = False) -> Listed | None:
-    """The state of one directory; ``None`` if it is not a checkpoint's, or gone.
+    """The state of one directory; ``None`` if it is not a checkpoint's, or no longer exists.
 
     One that this user must not look into may be a checkpoint: it is unreadable.
     """

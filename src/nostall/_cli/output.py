@@ -26,7 +26,7 @@ class Status(IntEnum):
 
 
 class NotThere(Exception):
-    """There is no checkpoint, or no such directory."""
+    """No checkpoint exists, or no such directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,7 @@ class Answer:
 def printable(text: str, *, keeps_bytes: bool = False) -> str:
     """The text with unprintable characters escaped: a name may have some that control a terminal.
 
-    Args:
-        text: The text.
-        keeps_bytes: Leave bytes of a path that are not text; to print them may be an error.
+    ``keeps_bytes`` leaves bytes of a path that are not text; to print them may be an error.
     """
     return "".join(
         each
@@ -73,9 +71,8 @@ def print_error(error: Exception | str) -> None:
 def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
     """Lines of columns under their headings, or none without rows.
 
-    Args:
-        columns: The headings, separated by spaces; ``>`` before one aligns its column right.
-        rows: The cells; ``None`` is an empty one.
+    Headings are separated by spaces; ``>`` before one aligns its column right. A cell may be
+    ``None``.
     """
     headings = columns.split()
     cells = [["" if each is None else printable(str(each)) for each in row] for row in rows]

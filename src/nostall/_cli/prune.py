@@ -73,11 +73,7 @@ def prune(given: Namespace) -> Answer:
 
 
 def parse_policies(text: str) -> dict[str, Policy]:
-    """Policies from ``latest=3,every=1000``, by the text of each; for argparse.
-
-    Raises:
-        ArgumentTypeError: The text has another form.
-    """
+    """Policies from ``latest=3,every=1000``, by the text of each; for argparse."""
     return {part.strip(): _policy(part.strip()) for part in text.split(",")}
 
 
@@ -99,11 +95,7 @@ def _policy(text: str) -> Policy:
 def reasons(checkpoints: Iterable[Listed], policies: Mapping[str, Policy]) -> dict[str, str]:
     """For each complete checkpoint that a policy keeps, by path, the policies that do.
 
-    Raises:
-        OptionError: No checkpoint has a metric that a policy names.
-        DamagedCheckpointError: The metrics of a checkpoint are damaged.
-        UnknownMetadataError: A newer nostall has saved them.
-        OSError: They cannot be read.
+    ``OptionError`` if no checkpoint has a metric that a policy names.
     """
     # Of two checkpoints of one step, the later one says when the step was committed.
     in_order = sorted(checkpoints, key=lambda each: each.order)
@@ -133,12 +125,9 @@ def reasons(checkpoints: Iterable[Listed], policies: Mapping[str, Policy]) -> di
 def why_kept(
     checkpoints: Sequence[Listed], policies: Mapping[str, Policy], linked: Set[str]
 ) -> dict[str, str]:
-    """The checkpoints that stay, by path, with the reason.
+    """The checkpoints that stay, by path, with the reason; any policy keeps a checkpoint.
 
-    Args:
-        checkpoints: All of them.
-        policies: Any of them keeps a checkpoint.
-        linked: Real paths that are in use under another name.
+    ``linked`` are real paths that are in use under another name.
     """
     kept, candidates = {}, []
     for each in checkpoints:

@@ -71,9 +71,7 @@ class Retention:
         return list(known.values())
 
     def _read(self, step: int) -> StepRecord:
-        """A step; without metrics if another program saved it, or it is damaged or no longer
-        exists.
-        """
+        """A step; without metrics if another program saved it, or it is damaged or removed."""
         path, at_s, about = self._steps.path(step), 0.0, None
         try:
             at_s = committed_at_s(path)
