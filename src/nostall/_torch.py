@@ -255,7 +255,7 @@ def as_stock_writes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A strided tensor whose memory has its values; ``None`` of other layouts and of subclasses."""
+    """A strided tensor whose memory has its values; ``None`` for other layouts and subclasses."""
     if (
         type(tensor) is not torch.Tensor
         or tensor.layout != torch.strided
@@ -306,7 +306,7 @@ def says_its_place(tensor: torch.Tensor) -> bool:
 
 
 def global_size(tensor: torch.Tensor) -> torch.Size:
-    """The size of the whole tensor, which this torch's planner compares with that of the saved."""
+    """The size of the whole tensor, which this torch's planner compares with the saved size."""
     described: Any = tensor
     if (
         _CheckpointableTensor is not None
@@ -320,14 +320,9 @@ def global_size(tensor: torch.Tensor) -> torch.Size:
 def described_as(original: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
     """The copy, with what planners ask the original: methods of its class, and attributes.
 
-    Args:
-        original: Any tensor. Unless its class answers planners, attributes that can change are left
-            out: they may be as large as gradients.
-        copied: A copy of its values, which may be of another class.
-
-    Raises:
-        ValueError: A method belongs to the original alone.
-        Exception: An attribute cannot be copied, or an instance of the class cannot be made.
+    Unless the class answers planners, attributes that can change are left out: they may be as large
+    as gradients. ``ValueError`` if a method belongs to the original alone; any error if an
+    attribute cannot be copied, or an instance of the class cannot be made.
     """
     kind, torchs = type(original), DTensor if isinstance(original, DTensor) else torch.Tensor
     answers = [name for name in _PLANNERS_ASK if getattr(kind, name, 0) != getattr(torchs, name, 0)]
@@ -355,9 +350,7 @@ def private_copy(value: Any) -> Any:
     """A copy of an object or any tensor in host memory; ``torch.save`` writes it like the original.
 
     Made by pickling, as by ``torch.save``; objects that cannot be pickled are deep-copied.
-
-    Raises:
-        ValueError: A tensor has no memory.
+    ``ValueError`` for a tensor without memory, except on the meta device: planning refuses those.
     """
     if isinstance(value, torch.Tensor):
         if value.is_meta:
