@@ -6,7 +6,7 @@ metadata learn from a draft at the destination which files to bring; the coordin
 it there until it publishes.
 
 Whatever the destination refuses is tried again after a pause, without end. The process ends with
-the trainer; the next one finds out what is there, and does the rest.
+the trainer; the next one finds out what the destination has, and does the rest.
 """
 
 from __future__ import annotations
@@ -223,10 +223,9 @@ def promote(
     All files are in it, if ``shared``. ``overwrite``: a checkpoint at the destination may be
     replaced that is not from here.
 
-    Raises:
-        Hopeless: The local checkpoint is damaged, or the destination has one that stays.
-        Waiting: Other hosts have not brought all files, or a save replaces the local checkpoint.
-        Exception: The destination refuses.
+    Raises :class:`Hopeless` if the local checkpoint is damaged, or the destination has one that
+    stays; :class:`Waiting` if other hosts have not brought all files, or a save replaces the local
+    checkpoint; and anything if the destination refuses.
     """
     name, path = os.path.basename(source.path), os.path.join(source.path, METADATA_NAME)
 
@@ -284,11 +283,11 @@ def _bring_all(
 def bring_part(
     source: Directory, copier: Copier, files: Collection[str], *, removes_old: bool
 ) -> None:
-    """Bring files of a checkpoint whose metadata another host has; returns when it is there.
+    """Bring files of a checkpoint whose metadata another host has; returns once it is published.
 
-    It has to have ``files``, or all that are here. What it has is removed here. If ``removes_old``,
-    so is what is too old for an unfinished save, and was not drafted: it was not committed. Raises
-    as :func:`promote`.
+    The checkpoint has to have ``files``, or all files of this host. What it has is removed here. If
+    ``removes_old``, so is what is too old for an unfinished save, and was not drafted: it was not
+    committed. Raises as :func:`promote`.
     """
     here, old_s = source.shards(), time.time() - OLD_S
     drafted = [file for file in files_of(copier.content(DRAFT)) if file.name in here]
@@ -318,7 +317,7 @@ def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
         try:
             with sending:
                 send(sock, message)
-        except OSError:  # the trainer is gone
+        except OSError:  # the trainer has ended
             os._exit(0)
 
     for message, descriptors in messages_from_parent(sock, parent_pid):
@@ -360,7 +359,7 @@ class _Promoter:
                     self._tell(News(job["job"], {"trouble": str(error)}, is_expected=True))
                     if not job["is_left"] or not self._has_saved:
                         continue
-                    failure = Hopeless(str(error), job["root"]).failure  # its hosts may be gone
+                    failure = Hopeless(str(error), job["root"]).failure  # its hosts may not return
                 except Hopeless as error:
                     failure = error.failure
                 except Exception as error:  # whatever the client of a store raises; it may pass

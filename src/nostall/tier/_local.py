@@ -88,10 +88,9 @@ def committed_in(root: str) -> dict[str, str]:
 
 
 class Record:
-    """The file in a local root that names its destination, and the checkpoints that are there.
+    """The file in a local root that names its destination, and the promoted checkpoints.
 
-    Raises:
-        OSError: The root belongs to another destination, or the record cannot be read.
+    ``OSError`` if the root belongs to another destination, or the record cannot be read.
     """
 
     def __init__(self, root: str, destination: str) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's side: promotions that are under way, and the process that copies."""
+"""The trainer's side: promotions in progress, and the process that copies."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ class _Process:
         self._copying: _Copying | None = None
 
     def running(self) -> _Copying:
-        """The process that copies."""
+        """The process that copies, started if none is alive."""
         with self._lock:
             if self._copying is None or not self._copying.alive:
                 self._copying = _Copying()

@@ -42,15 +42,15 @@ _NO_LOCAL_DISKS = {
 }
 _REMOVED = ".removed-"
 _SAVES_PER_AGE, _LONG_S = 2, 600.0
-"""A directory older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no
-save under way."""
+"""A directory older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) belongs to
+no save in progress.
+"""
 
 
 def local_directory(root: str, place: str) -> str:
     """The directory in a local root for the checkpoint that belongs at a place.
 
-    Raises:
-        OptionError: The root or the place is not possible.
+    ``OptionError`` if the place has no plain name, or the root cannot be a local tier for it.
     """
     name, kind = os.path.basename(place), _file_system_of(root)
     is_top = os.path.dirname(place).rstrip("/") in ("", place.partition("//")[0])
@@ -100,13 +100,12 @@ class TieredSave(RankSave):
     def make_ready(self) -> None:
         """Make the local directory, once fewer checkpoints wait than allowed. Coordinator only.
 
-        Promoted checkpoints but the newest are removed, and what was never committed if it is old.
+        Promoted checkpoints but the newest are removed; in a shared root, also what was never
+        committed and is old.
 
-        Raises:
-            OptionError: This rank saves alone, or the root has another destination.
-            CheckpointExistsError: There is one that must not be replaced.
-            SaveTimeoutError: Too many wait, still, or a disk does not answer.
-            WriteError: The local disk refuses.
+        ``OptionError`` if this rank saves alone, or the root has another destination;
+        ``CheckpointExistsError`` if a checkpoint must not be replaced; ``SaveTimeoutError`` if too
+        many still wait, or a disk does not answer; ``WriteError`` if the local disk refuses.
         """
         settings, root = self.settings, self._root
         if settings.is_alone:
