@@ -48,10 +48,8 @@ _OF_ONE_RANK = re.compile(r"(?:random_states|rng_state)_(\d+)\.")
 class DirectorySaves:
     """Saves of whole directories: one after the other in the background, committed by polling.
 
-    Every method but ``rotate`` is collective: call it on every rank, in the same order.
-
-    Args:
-        writer_options: Those of :class:`nostall.FileSystemWriterAsync`.
+    Every method but ``rotate`` is collective: call it on every rank, in the same order. Options are
+    those of :class:`nostall.FileSystemWriterAsync`.
     """
 
     def __init__(self, writer_options: Mapping[str, Any] | None) -> None:
@@ -75,19 +73,12 @@ class DirectorySaves:
         """Save what the block writes to the directory that it gets.
 
         The block's calls of ``dcp.save`` are carried out in the background; there is at least one.
-        Tensors may be changed after the block.
+        Tensors may be changed after the block. All ranks share the storage of ``path``; ``run`` is
+        a directory on the same file system, for checkpoints that are being written. ``then`` is
+        called on rank 0 after the commit.
 
-        Args:
-            path: Directory of the checkpoint, on storage that all ranks share.
-            run: Directory on the same file system, for checkpoints that are being written.
-            replaces: Whether an existing checkpoint is replaced; else it is an error.
-            then: Called on rank 0 after the commit.
-
-        Raises:
-            CheckpointException, SaveTimeoutError, WriteError: As :meth:`poll`; also if the
-                directories cannot be made.
-            OptionError: The checkpoint exists, and is not to be replaced; ``CheckpointException``
-                on the other ranks.
+        Raises as :meth:`poll`, also if the directories cannot be made; ``OptionError`` if the
+        checkpoint exists, and is not to be replaced: a ``CheckpointException`` on the other ranks.
         """
         self.poll(wait=path in self._pending)
         place = _Place(path, run)
@@ -127,19 +118,14 @@ class DirectorySaves:
         self._make(publish, place.path)
 
     def recover(self, home: str, run: str) -> None:
-        """Remove what a crash has left of saves; does nothing after the first call for a run.
-
-        Args:
-            home: Directory of the checkpoints.
-            run: As in :meth:`save`.
-        """
+        """Remove what a crash has left of saves to ``home``; once for each ``run``."""
         if run in self._recovered:
             return
         self._on_rank_0(lambda: _left_by_a_crash(home, run), run)
         self._recovered.add(run)
 
     def recover_one(self, path: str, run: str) -> None:
-        """Remove what a crash has left of a save; it must not be pending. Arguments as above."""
+        """Remove what a crash has left of a save; it must not be pending."""
         self._on_rank_0(_Place(path, run).recover, path)
 
     def rotate(
@@ -147,11 +133,7 @@ class DirectorySaves:
     ) -> None:
         """Remove the oldest checkpoints until ``keep`` are left. Only for ``then`` of a save.
 
-        Args:
-            oldest_first: Paths of all checkpoints.
-            run: As in :meth:`save`.
-            keep: How many to keep; protected ones count.
-            protected: Paths that are not removed.
+        Protected checkpoints count, and stay.
         """
         surplus = max(0, len(oldest_first) - keep)
         kept = set(map(Path, protected))
@@ -171,10 +153,8 @@ class DirectorySaves:
     def _make(self, change: Callable[[], list[str]], path: str) -> None:
         """Make a change of directories, and remove those that it leaves to nobody.
 
-        A late change would mix with the next one, which therefore waits for it.
-
-        Raises:
-            SaveTimeoutError, WriteError: As :func:`_in_time`; also if an earlier change is running.
+        A late change would mix with the next one, which therefore waits for it, with the errors of
+        :func:`_in_time`.
         """
         doing = "changing a checkpoint's directory"
         _in_time(partial(wait_for, self._changes), path, doing=doing, phase="commit")
@@ -190,10 +170,8 @@ class DirectorySaves:
     def poll(self, *, wait: bool = False) -> None:
         """Commit the saves that are done on all ranks; with ``wait``, all of them.
 
-        Raises:
-            CheckpointException: A save has failed; raised on every rank but as follows.
-            SaveTimeoutError, WriteError: On the rank whose storage hangs or refuses while a
-                checkpoint gets its name.
+        ``CheckpointException`` on every rank if a save has failed; but ``SaveTimeoutError`` or
+        ``WriteError`` on the rank whose storage hangs or refuses while a checkpoint gets its name.
         """
         self._saves.poll(wait=wait)
 
@@ -295,9 +273,7 @@ def _is_committed(part: str) -> bool:
 def _in_time(call: Callable[[], T], path: str, *, doing: str, phase: str) -> T:
     """The result of a call that waits for storage; other ranks may wait for this one.
 
-    Raises:
-        SaveTimeoutError: Storage does not answer within ``EngineOptions.save_timeout_s``.
-        WriteError: Storage refuses.
+    ``SaveTimeoutError`` after ``EngineOptions.save_timeout_s``; ``WriteError`` if storage refuses.
     """
     timeout_s, rank = default_engine().options.save_timeout_s, coordination_for(None).rank
     try:

@@ -23,13 +23,7 @@ from nostall.torch_ckpt import TorchAsyncCheckpoint
 
 
 def missing(package: str, error: ImportError, *, also: str = "") -> ImportError:
-    """The error of the adapter for a package that cannot be imported, in one line.
-
-    Args:
-        package: The package, and the adapter's name.
-        error: What the import has raised.
-        also: Another package that it needs.
-    """
+    """The adapter's error for a package that cannot be imported, or ``also``, in one line."""
     packages = f"{package} {also}".split()
     return ModuleNotFoundError(
         f"nostall.integrations.{package} needs {' and '.join(packages)}:"
@@ -43,9 +37,6 @@ class Removals:
 
     A framework that saves and then removes an older checkpoint expects the new one to exist. Here
     it is still being written, and the older one may be the newest committed checkpoint.
-
-    Args:
-        remove: Removes a path.
     """
 
     def __init__(self, remove: Callable[[str], None]) -> None:
@@ -56,7 +47,7 @@ class Removals:
         """By path, the number of saves that are over before it is removed."""
 
     def save_scheduled(self, path: str) -> None:
-        """Count a save; its own path is not removed any more."""
+        """Count a save; its own path is no longer to be removed."""
         self._scheduled += 1
         self._due.pop(path, None)
 
@@ -82,14 +73,11 @@ class Removals:
 
 
 class Saves:
-    r"""The saves of a training loop: one after the other in the background, committed by polling.
+    """The saves of a training loop: one after the other in the background, committed by polling.
 
     Plans are cached, so that from the third save of a structure on nothing is communicated before
-    the commit. Every method is collective: call it on every rank, in the same order.
-
-    Args:
-        remove: Removes a checkpoint; see :class:`Removals`.
-        \*\*writer_options: Those of :class:`nostall.FileSystemWriterAsync`.
+    the commit. Every method is collective: call it on every rank, in the same order. The options
+    are those of :class:`nostall.FileSystemWriterAsync`; for ``remove`` see :class:`Removals`.
     """
 
     def __init__(self, remove: Callable[[str], None], **writer_options: Any) -> None:
@@ -111,17 +99,13 @@ class Saves:
     ) -> None:
         """Begin a save; tensors may be changed when this returns.
 
-        Args:
-            state: The state dict; a new one for each save.
-            path: Checkpoint directory.
-            part: Name of the structure, if states of several structures take turns.
-            before_commit: Called on rank 0 when the files of all ranks are written, on any thread.
-                If it raises, the save fails on all ranks.
-            after_commit: Called on each rank after the commit, by a poll, one after the other: each
-                when the one before has returned on all ranks.
+        ``state`` is a new dictionary for each save. ``part`` names its structure, if states of
+        several structures take turns. ``before_commit`` is called on rank 0 when the files of all
+        ranks are written, on any thread; if it raises, the save fails on all ranks. Each function
+        of ``after_commit`` is called on every rank after the commit, by a poll, when the one before
+        has returned on all ranks.
 
-        Raises:
-            CheckpointException: The save, or an earlier one, has failed.
+        ``CheckpointException`` if the save, or an earlier one, has failed.
         """
         self.poll()
         writer = FileSystemWriterAsync(path, **self._writer_options)
@@ -150,9 +134,7 @@ class Saves:
         """Commit the saves that are done on all ranks; with ``wait``, all of them.
 
         Without ``wait``, a save that another thread is committing ends at a later poll.
-
-        Raises:
-            CheckpointException: A save has failed; raised on every rank.
+        ``CheckpointException`` on every rank if a save has failed.
         """
         with self._removals.after_poll(self._queue):
             if wait:
@@ -163,12 +145,9 @@ class Saves:
     def close(self, error: BaseException | None = None) -> None:
         """Commit all saves and end worker processes.
 
-        Args:
-            error: The exception that ends training. Saves are then committed only if all ranks are
-                here within seconds; see :class:`nostall.AsyncCallsQueue`.
-
-        Raises:
-            CheckpointException: A save has failed; raised on every rank.
+        After an ``error`` that ends training, saves are committed only if all ranks are here within
+        seconds; see :class:`nostall.AsyncCallsQueue`. ``CheckpointException`` on every rank if a
+        save has failed.
         """
         if error is not None:
             self._queue.__exit__(type(error), error, error.__traceback__)
