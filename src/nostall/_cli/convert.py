@@ -2,8 +2,8 @@
 
 To a file: tensors are read into memory that is mapped to unnamed files beside the target, and
 written from there by the format's own package, checksums included. So the system can move them out
-of memory at any time. To a checkpoint: the files are mapped, and a
-synchronous save writes the mapped tensors directly. Imports torch.
+of memory at any time. To a checkpoint: the files are mapped, and a synchronous save writes the
+mapped tensors directly. Imports torch.
 """
 
 from __future__ import annotations

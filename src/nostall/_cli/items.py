@@ -47,7 +47,7 @@ _OBJECT = "object"
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A tensor or an object; its fields are those of ``inspect --json``, except ``key``."""
+    """A tensor or an object; ``inspect --json`` prints its fields except ``key``."""
 
     key: Any
     """The name in the metadata, usually a text."""

@@ -14,7 +14,7 @@ from nostall.errors import NostallError
 
 
 class Status(IntEnum):
-    """Exit statuses, as ``docs/cli.md`` explains them; the last two are those of a shell."""
+    """Exit statuses, as ``docs/cli.md`` explains them; the last two are a shell's."""
 
     FINE = 0
     FAILED = 1

@@ -163,9 +163,10 @@ class StepDirectories:
     def choose(self, step: int | None, hold: ExitStack, *, deep: bool) -> About | None:
         """The description of a step; with ``None``, of the highest step that can be restored.
 
-        ``None`` if no step is committed; an error if none can be restored, or a given one is not
-        committed. ``hold`` keeps the step from removal by other processes of this machine. ``deep``
-        compares every byte with its checksum, for which there is no deadline.
+        ``None`` if no step is committed. It is an error if steps are and none can be restored, or
+        if a given step is not committed. ``hold`` keeps the step from removal by other processes of
+        this machine. ``deep`` compares every byte with its checksum, for which there is no
+        deadline.
         """
         if step is not None:
             about = self._restorable(step, hold, deep=deep)

@@ -372,7 +372,7 @@ def memory_descriptor(name: str) -> int:
     """A new descriptor of anonymous memory, closed on ``exec``; ``OSError`` if refused."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, _MFD_CLOEXEC)
-    # Missing in a Python that was built with a glibc before 2.27, such as those of conda and uv.
+    # Missing in a Python that was built with a glibc before 2.27, such as conda's and uv's.
     libc = ctypes.CDLL(None, use_errno=True)
     fd: int = libc.memfd_create(name.encode(), _MFD_CLOEXEC)
     if fd < 0:

@@ -67,16 +67,17 @@ class _Process:
         self.is_hooked = False
         """Whether optimizers wait. The hook is never removed: removing it while an optimizer
         iterates over all hooks can fail that optimizer's step. It costs a step 1 to 2 µs if no
-        snapshot is in progress.
-        """
+        snapshot is in progress."""
 
 
 _process = _Process()
 
 
 class SnapshotFence:
-    """Blocks changes of tensors until they are copied; optimizers wait ``timeout_s``. Holds no
-    tensor.
+    """Blocks changes of tensors until they are copied; holds no tensor.
+
+    An optimizer's step waits for up to ``timeout_s`` seconds; then it continues, and the save
+    fails.
     """
 
     def __init__(self, timeout_s: float = 0.0) -> None:
@@ -88,8 +89,7 @@ class SnapshotFence:
         self._copies = Copies()
         self._waiters: set[object] = set()
         """Waits in progress, and successful ones. Not a count: Ctrl-C may come before one is added,
-        or after it was discarded.
-        """
+        or after it was discarded."""
         self._entered_s = 0.0
         self.changed: Callable[[], list[str]] | None = None
         """Names of tensors changed since the snapshot was requested; holds counters, no tensors."""

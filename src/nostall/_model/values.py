@@ -80,7 +80,7 @@ class TensorForm:
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    """In elements; may differ from those of the live tensor."""
+    """In elements; may differ from the live tensor's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +175,7 @@ class RankFiles(NamedTuple):
     """``None`` if a user's stream decided their content."""
     left: tuple[str, ...] = ()
     """Names of files in it from earlier saves of this rank whose outcome it does not know: they may
-    belong to a checkpoint.
-    """
+    belong to a checkpoint."""
     belongs_at: str | None = None
     """The final directory, if the checkpoint is committed in another one first."""
 

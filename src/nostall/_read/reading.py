@@ -105,8 +105,7 @@ def _gives_every_item_its_own_tensor(planner: LoadPlanner) -> bool:
 
 _Known: TypeAlias = "tuple[Wanted, torch.Tensor | None, int]"
 """An item; its tensor, ``None`` for an object and for a tensor that the planner is asked for in
-turn; the address of its values, 0 unless the tensor is dense and on the CPU.
-"""
+turn; the address of its values, 0 unless the tensor is dense and on the CPU."""
 
 
 def _with_targets(

@@ -233,7 +233,7 @@ def read_shared(
     Items are in any order. ``load`` is called on this thread: it reads items from files and hands
     them to the planner. ``RankFailedError`` if another rank could not read, or its planner has
     raised an error; ``RankLostError`` if ranks can no longer communicate. Other ranks learn of an
-    error of this one before it is raised.
+    error of this one in a round before it is raised.
     """
     placed, rest = _by_round(share, wanted)
     largest = max(sum(part.nbytes for part in content) for content in share.rounds)

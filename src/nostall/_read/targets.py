@@ -92,8 +92,8 @@ def overlapping(
 ) -> list[bool]:
     """Whether each target shares memory with another one, or may do so.
 
-    Tensors whose memory is not known, such as those of a subclass, may. The planner of these items
-    must give the same tensor for the same ``dest_index``.
+    Tensors whose memory is not known, such as a subclass's, may. The planner of these items must
+    give the same tensor for the same ``dest_index``.
     """
     found = [False] * len(targets)
     extents: list[tuple[int, int, int]] = []

@@ -24,7 +24,7 @@ class ChecksumMissing(Exception):  # an answer, not an error
 
 
 class NoArchive(Exception):
-    """Neither the first nor the last bytes are those of an archive."""
+    """Neither the first nor the last bytes are an archive's."""
 
 
 def crc32_of_file(files: Files, name: str, progress: Callable[[int], object]) -> int:

@@ -51,8 +51,9 @@ def in_time(
     """The result of a storage call, or its exception, within ``timeout_s`` seconds.
 
     ``call`` makes all system calls that belong together, as another thread costs 50 to 100 µs.
-    ``doing`` describes them for the ``SaveTimeoutError``. Before that, and at once after Ctrl-C,
-    ``give_up`` is called: the caller no longer waits, and ``call`` may still run.
+    ``doing`` describes them for the ``SaveTimeoutError``. ``give_up`` is called when the caller no
+    longer waits: before that error, or after Ctrl-C, which then waits for ``call`` for up to 2 s
+    more.
     """
     done: Future[T] = Future()
     try:
@@ -99,7 +100,7 @@ def make_ready(
 
     Returns whether any of the metadata files may exist; the save will not replace ``others``.
     ``CheckpointExistsError`` if there may be a checkpoint, and ``overwrite`` is false;
-    ``WriteError`` if the directory cannot be made; ``SaveTimeoutError``.
+    ``WriteError`` if the directory cannot be made; ``SaveTimeoutError`` if storage does not answer.
     """
 
     def make() -> bool:

@@ -87,7 +87,7 @@ def is_place(path: object) -> bool:
 
 
 def local_tier_of(path: str | os.PathLike[str]) -> str:
-    """The directory that a user names as ``local_staging_dir``; raises as :func:`place_of`."""
+    """The directory named as ``local_staging_dir``; ``OptionError`` for an object store."""
     if is_address(path) and not os.fspath(path).startswith(_FILE):
         raise OptionError(
             "local_staging_dir does not support object stores",
@@ -178,7 +178,7 @@ def _place_at(address: str) -> str:
 
 
 def require_directory(path: str) -> None:
-    """Refuse, with ``OptionError``, a path that is no directory and cannot be made one."""
+    """Raise ``OptionError`` for a path that cannot be a directory. Looks at storage."""
     hint = None if is_address(path) else why_no_directory(path)
     if hint is not None:
         raise OptionError("the path is not that of a directory", path=path, hint=hint)
@@ -201,7 +201,7 @@ def why_no_directory(path: str, code: int | None = None) -> str | None:
 
 
 def storage_at(place: str, *, sync: bool = True, direct: bool = False) -> Storage:
-    """The storage of a place; touches nothing. Options are those of :class:`posix.PosixStorage`.
+    """The storage of a place; touches nothing. Takes the options of :class:`posix.PosixStorage`.
 
     ``OptionError`` if an object store's client refuses its options, or was used before a fork.
     """

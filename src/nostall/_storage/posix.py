@@ -125,7 +125,7 @@ class PosixStorage:
     ) -> None:
         final = self.where(name)
         # Another process that saves to this directory must not publish this file. A crash leaves
-        # it, and nobody looks for random names but a commit, for those of metadata.
+        # it, and only a commit looks for random names, of metadata.
         unique = f".{os.urandom(4).hex()}" if name.endswith(METADATA_SUFFIX) else ""
         draft = f"{self.where(unique + name)}.tmp"
         fd = write_draft(draft, content, sync=self._sync)
@@ -495,8 +495,8 @@ def sync_name(directory: str) -> None:
 class HeldDirectory:
     """A directory that is opened once: what gets its name meanwhile is not touched.
 
-    Its methods are those of :class:`~nostall._storage.port.Files`. ``NotADirectoryError`` if the
-    path is a symbolic link, or a file.
+    It has methods of :class:`~nostall._storage.port.Files`. ``NotADirectoryError`` if the path is a
+    symbolic link, or a file.
     """
 
     def __init__(self, path: str) -> None:

@@ -48,8 +48,8 @@ _OF_ONE_RANK = re.compile(r"(?:random_states|rng_state)_(\d+)\.")
 class DirectorySaves:
     """Saves of whole directories: one after the other in the background, committed by polling.
 
-    Every method but ``rotate`` is collective: call it on every rank, in the same order. Options are
-    those of :class:`nostall.FileSystemWriterAsync`.
+    Every method but ``rotate`` is collective: call it on every rank, in the same order.
+    :class:`nostall.FileSystemWriterAsync` gets the options.
     """
 
     def __init__(self, writer_options: Mapping[str, Any] | None) -> None:
@@ -190,7 +190,6 @@ class _Place:
     """
 
     path: str
-    """Directory of the checkpoint."""
     run: str
 
     @property

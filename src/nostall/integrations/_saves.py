@@ -76,8 +76,8 @@ class Saves:
     """The saves of a training loop: one after the other in the background, committed by polling.
 
     Plans are cached, so that from the third save of a structure on nothing is communicated before
-    the commit. Every method is collective: call it on every rank, in the same order. The options
-    are those of :class:`nostall.FileSystemWriterAsync`; for ``remove`` see :class:`Removals`.
+    the commit. Every method is collective: call it on every rank, in the same order.
+    :class:`nostall.FileSystemWriterAsync` gets the options; for ``remove`` see :class:`Removals`.
     """
 
     def __init__(self, remove: Callable[[str], None], **writer_options: Any) -> None:

@@ -43,8 +43,7 @@ _NO_LOCAL_DISKS = {
 _REMOVED = ".removed-"
 _SAVES_PER_AGE, _LONG_S = 2, 600.0
 """A directory older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) belongs to
-no save in progress.
-"""
+no save in progress."""
 
 
 def local_directory(root: str, place: str) -> str:

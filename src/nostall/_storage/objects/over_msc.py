@@ -134,7 +134,7 @@ class _Content(io.RawIOBase):
 
 @contextmanager
 def _errors_at(where: str) -> Iterator[None]:
-    """Turn errors of the client into those of storage."""
+    """Turn the client's errors into storage's."""
     try:
         yield
     except Exception as error:  # of the package of the store

@@ -225,7 +225,7 @@ _MESSAGE = re.compile(r"<Message>([^<\n]*)")
 
 @contextmanager
 def _errors_at(where: str) -> Iterator[None]:
-    """Turn errors of obstore into those of storage.
+    """Turn obstore's errors into storage's.
 
     They have no attributes: the status and code of an answer are in their text only.
     """
