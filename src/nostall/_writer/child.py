@@ -74,7 +74,9 @@ Addressed: TypeAlias = tuple[Message, tuple[int, ...]]
 class _Waiting(Generic[T]):
     future: Future[T]
     on_death: Callable[[Failure], T]
-    """Makes the answer if the process dies. Runs once it has ended, so it may clean up after it."""
+    """Makes the answer if the process dies: once it has ended, so it may clean up after it; at once
+    for a job that comes later.
+    """
     holds: object
     """A resource that the process uses until it answers; kept from reuse until then."""
 
@@ -96,19 +98,16 @@ def bare_arguments(module: str) -> list[str]:
 def import_paths() -> list[str]:
     """Where this process finds modules, for a child; Python ignores what is not a string."""
     paths: list[object] = [*sys.path]
-    # Plain ones: the child may not have the class of others.
+    # Plain strings: the child may not know a subclass of str.
     return [str.__str__(each) for each in paths if isinstance(each, str)]
 
 
 class ChildProcess(Generic[T]):
     """A running background process whose answers are of type ``T``.
 
-    Args:
-        command: Interpreter arguments; the child's end of the socket and the parent's process id
-            are appended.
-        cpu_priority: Niceness, or ``None`` to leave it unchanged.
-        io_priority: I/O scheduling class, or ``None``.
-        send_timeout_s: How long a message may take to be sent; then the process is killed.
+    The child's end of the socket and the parent's process id are appended to ``command``, its
+    interpreter arguments. A priority of ``None`` stays unchanged. A process that does not read a
+    message within ``send_timeout_s``, at most 60 seconds, is killed.
     """
 
     kind: str
@@ -124,7 +123,6 @@ class ChildProcess(Generic[T]):
     ) -> None:
         self._program = _interpreter(self.kind)
         self.user = os.geteuid()
-        """The effective user as which it runs."""
         try:
             self._socket, self._process = _start(self._program, command)
         except OSError as error:
@@ -211,11 +209,7 @@ class ChildProcess(Generic[T]):
             os.close(fd)
 
     def _handle_event(self, message: Message) -> None:
-        """Handle a message that is not an answer; not every kind of process sends them.
-
-        Raises:
-            ProtocolError: This kind does not send it.
-        """
+        """Handle a message that is no answer; ``ProtocolError`` if this kind does not send it."""
         raise ProtocolError(f"an unexpected message: {message!r:.200}")
 
     def _ask(
@@ -266,7 +260,7 @@ class ChildProcess(Generic[T]):
                     self._send_lock.release()
 
     def _receive(self) -> None:
-        """The receiving thread: settle futures until the process is gone, then fail the others."""
+        """The receiving thread: settle futures until the process ends, then fail the others."""
         receiver = Receiver(self._socket)
         try:
             while True:
@@ -352,11 +346,10 @@ class ChildProcess(Generic[T]):
 
 
 class _Written(NamedTuple):
-    """The part of a job that is kept until the writer process answers."""
+    """The part of a job that is kept until the writer process answers; ``created`` are paths."""
 
     lease: Lease
     created: list[str]
-    """Paths of the files that it has made."""
 
 
 class WriterProcess(ChildProcess[RankReport]):
@@ -385,15 +378,11 @@ class WriterProcess(ChildProcess[RankReport]):
         )
 
     def submit(self, job: WriteJob, lease: Lease) -> Future[RankReport]:
-        """Submit a job.
+        """Submit a job, whose images must not change before the future is done.
 
-        Args:
-            job: The files to write; their images must not change before the future is done.
-            lease: On the arena block with the images; kept until the process has answered.
-
-        Returns:
-            A future that always ends: with the writer's report, or with a failure if the process
-            dies. The job's files are removed then.
+        The lease, on the arena block with the images, is kept until the process has answered. The
+        future always ends: with the writer's report, or, if the process dies, with a failure, once
+        the job's files are removed.
         """
         created: list[str] = []
 
@@ -449,10 +438,8 @@ class WriterProcess(ChildProcess[RankReport]):
 
 
 def _interpreter(kind: str) -> str:
-    """The program that runs a background process.
-
-    Raises:
-        WriterDiedError: There is none, or it would start this program again.
+    """The program that runs a background process; ``WriterDiedError`` if there is none, or if it
+    would start this program again.
     """
     is_frozen = getattr(sys, "frozen", False)
     program = os.fsdecode(get_executable() or "") if is_frozen else sys.executable

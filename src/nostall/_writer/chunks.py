@@ -59,9 +59,7 @@ def write_images(
 ) -> tuple[FileReceipt, ...]:
     """Write all files of a job, each up to ``job.retries`` times anew after a transient error.
 
-    Raises:
-        Cancelled: The job was cancelled.
-        OSError: The system refused.
+    Raises ``Cancelled``, or the first error that is permanent or out of retries.
     """
     # With more threads than processors all would finish late, and the device waits meanwhile.
     checksums = threading.Semaphore(len(os.sched_getaffinity(0)))

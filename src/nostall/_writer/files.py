@@ -37,16 +37,11 @@ def perform(
 ) -> RankReport:
     """Write all files of a job; never raises an ordinary exception.
 
-    Args:
-        job: What to write.
-        images: The bytes of each file, by name.
-        streams: The user's callables, once for each thread, if files are written through them.
-        cancelled: Set by another thread to stop the job between two chunks.
-        on_progress: Called with the number of bytes written so far, in any thread, now and then.
-        on_created: Called with the path of each new file, in any thread.
-
-    Returns:
-        A receipt for every file, or the first failure, after which no file made by the job is left.
+    Returns a receipt for every file, or the first failure, after which files that the job has made
+    are removed, except any that a checkpoint may have. ``images`` are by file name; ``streams`` are
+    the user's callables, a copy for each thread, if files are written through them. Another thread
+    sets ``cancelled`` to stop the job between two chunks. ``on_progress`` (bytes written so far)
+    and ``on_created`` (path of a new file) are called in any thread.
     """
     at = Position(
         job.directory,
@@ -84,10 +79,7 @@ def perform(
 
 
 def describe(error: BaseException, job: WriteJob, *, phase: str, path: str) -> Failure:
-    """The failure of a rank whose write raised an error.
-
-    A failure of full storage has no traceback: nothing in it could be mended.
-    """
+    """The failure of a rank whose write raised an error; without a traceback if storage is full."""
     if isinstance(error, Cancelled):
         return Failure(kind="SaveAbortedError", message=str(error), phase=phase, path=path)
     code = error.errno if isinstance(error, OSError) and isinstance(error.errno, int) else None

@@ -51,10 +51,7 @@ _PROGRESS_EVERY_S = 0.25
 def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
     """Serve one trainer until it closes the socket or ends.
 
-    Args:
-        socket_fd: The connection to the trainer.
-        parent_pid: Process id of the trainer.
-        checksums_from: Path for ``_model.checksum.use_fastest_from``; ``""`` for none.
+    ``checksums_from`` is the path for ``_model.checksum.use_fastest_from``, or ``""``.
     """
     ignore_signals(signal.SIGTERM)
     sock = socket.socket(fileno=socket_fd)
@@ -81,11 +78,7 @@ class _Writer:
         self._send_lock = threading.Lock()
 
     def take(self, message: Message, descriptors: list[int]) -> None:
-        """Handle one message; called on the main thread only.
-
-        Raises:
-            ProtocolError: Not a message of a trainer.
-        """
+        """Handle one message; on the main thread only. ``ProtocolError`` if no trainer sends it."""
         try:
             match message:
                 case MapBlock():
@@ -152,7 +145,7 @@ class _Writer:
         self._send(Answer(name, report))
 
     def _send(self, message: Message) -> None:
-        # Without the trainer: the main thread decides when this process ends.
+        # An error means that the trainer has ended: then the main thread ends this process.
         with suppress(OSError), self._send_lock:
             send(self._sock, message)
 

@@ -20,7 +20,6 @@ MAX_MESSAGE_NBYTES = 256 << 20
 _HEADER = struct.Struct("<4sIQ")
 _MAGIC = b"nst2"
 _MOST_DESCRIPTORS = 1
-"""Number that a message carries at most."""
 
 Message: TypeAlias = tuple[Any, ...]
 
@@ -78,8 +77,7 @@ class Answer(NamedTuple):
 def send(sock: socket.socket, message: Message, descriptors: tuple[int, ...] = ()) -> None:
     """Send one message, with the descriptors attached to its first byte.
 
-    Raises:
-        OSError: The peer is gone, or did not read within the socket's timeout.
+    ``OSError``: the peer no longer exists, or did not read within the socket's timeout.
     """
     body = pickle.dumps(message)
     raw = memoryview(_HEADER.pack(_MAGIC, len(descriptors), len(body)) + body)
@@ -94,16 +92,13 @@ class Receiver:
         self._sock = sock
         self._buffer = bytearray()
         self._descriptors: list[int] = []
-        """Received ones, in the order of their messages, of which each has arrived in part."""
+        """In the order of their messages, each of which has arrived at least in part."""
 
     def receive(self) -> tuple[Message, list[int]] | None:
         """The next message and its descriptors, or ``None`` at the end of the stream.
 
-        Raises:
-            TimeoutError: Nothing was received within the socket's timeout; call again, nothing is
-                lost.
-            BlockingIOError: The same, of a socket whose timeout the system keeps.
-            ProtocolError: Not a message.
+        After ``TimeoutError`` (the socket's timeout) or ``BlockingIOError`` (a timeout kept by the
+        system) call again; nothing is lost. ``ProtocolError``: not a message.
         """
         while len(self._buffer) < self._begun()[1]:
             try:
@@ -126,9 +121,8 @@ class Receiver:
         return message, descriptors
 
     def _begun(self) -> tuple[int, int]:
-        """Number of descriptors of the buffered message, and its length with the header.
-
-        Until the header is complete, the length of that.
+        """Descriptor count of the buffered message, and its length with the header; before the
+        header is complete, 0 and the header's length.
         """
         if len(self._buffer) < _HEADER.size:
             return 0, _HEADER.size

@@ -23,12 +23,12 @@ refuse and portable builds of Python lack."""
 def messages_from_parent(
     sock: socket.socket, parent_pid: int
 ) -> Iterator[tuple[Message, list[int]]]:
-    """Yield the trainer's messages with their descriptors, until the trainer is gone.
+    """Yield the trainer's messages with their descriptors, until the socket ends or this process
+    has another parent: a forked child of the trainer may hold the socket open.
 
-    It is when the socket ends, or this process has another parent: a forked child of the trainer
-    may hold the socket open. What it has sent before is yielded, too.
+    Messages sent before that are yielded, too.
     """
-    # Of receiving only: an answer is sent however long the trainer takes to read it.
+    # A timeout of receiving only: an answer is sent however long the trainer takes to read it.
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _LOOK_EVERY)
     if os.getppid() != parent_pid:
         sock.setblocking(False)
@@ -48,10 +48,7 @@ def messages_from_parent(
 def say_ready(sock: socket.socket, parent_pid: int, name: str = "nostall-writer") -> None:
     """Tell the trainer that this process listens, unless another program started it.
 
-    Args:
-        sock: The connection to the trainer.
-        parent_pid: Process id of the trainer.
-        name: What ``top`` and ``ps`` show of this process, at most 15 characters.
+    ``name``, at most 15 characters, is shown by ``top`` and ``ps``.
     """
     with suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write(name)
@@ -62,12 +59,8 @@ def say_ready(sock: socket.socket, parent_pid: int, name: str = "nostall-writer"
 
 
 def ignore_signals(*others: signal.Signals) -> None:
-    """Ignore what is sent to all processes of a job, as before a preemption.
-
-    The trainer decides when this process ends.
-
-    Args:
-        others: More signals to ignore.
+    """Ignore ``others`` and the signals that all processes of a job get, as before a preemption:
+    the trainer decides when this process ends.
     """
     for each in (*_SENT_TO_ALL, *others):
         signal.signal(each, signal.SIG_IGN)

@@ -70,14 +70,9 @@ class _GivenUp(Exception):
 
 
 class StreamFiles:
-    """The files of a job; each thread takes one after the other.
+    """The files of a job; each thread takes one after the other, with its own of ``targets``.
 
-    Args:
-        job: The job.
-        images: The bytes of each file, by name; each must be entirely in memory.
-        faults: The faults that a test has asked for.
-        at: Records the new files and the progress.
-        targets: The user's callables, once for each thread.
+    Each image must be entirely in memory.
     """
 
     def __init__(
@@ -101,12 +96,7 @@ class StreamFiles:
         """Lets each thread stop at the next piece of its file."""
 
     def write(self) -> tuple[FileReceipt, ...]:
-        """Write them all.
-
-        Raises:
-            Cancelled: The job was cancelled.
-            Exception: An error of the user's callables, the first one.
-        """
+        """Write them all; raises the first error of the user's callables, or ``Cancelled``."""
         threads = min(len(self._targets), len(self._job.files))
         work_together(self._write_some, threads, give_up=self._given_up.set)
         if self._failure is not None:
