@@ -156,10 +156,7 @@ class Engine:
     ) -> Future[RankReport]:
         """Send a rank's job to the writer process. The lease is released when it is done.
 
-        Args:
-            job: The job.
-            lease: The memory that holds its images.
-            after: Earlier submissions of the same save; they become part of the report.
+        The reports of ``after``, earlier submissions of the same save, become part of the report.
         """
         writer = self.writer()
         # The job owns the lease now: on an exception from outside, such as Ctrl-C, the caller
@@ -178,10 +175,8 @@ class Engine:
     def writer(self) -> WriterProcess:
         """The running writer process; a dead one is replaced.
 
-        Those of another user, from before ``setuid``, end when they have written their jobs.
-
-        Raises:
-            SaveAbortedError: The engine was closed.
+        ``SaveAbortedError`` if the engine was closed. A process of another user, from before
+        ``setuid``, is closed here once it is idle.
         """
         with self._lock:
             if self._is_closed:
@@ -219,9 +214,7 @@ class Engine:
     def cancel(self, job: str, done: Future[RankReport] | None = None) -> None:
         """Cancel one save: writer processes that do not answer in time are killed.
 
-        Args:
-            job: The save.
-            done: The report to wait for, too: threads of this process may write.
+        ``done`` is the report to wait for, too, as threads of this process may write.
         """
         with self._lock:
             self.stop_threads(job)
@@ -237,9 +230,8 @@ class Engine:
             is_done(done, ends_s - time.monotonic())
 
     def stop_threads(self, job: str) -> None:
-        """Stop the threads of this process that write or copy for a save; returns at once.
-
-        They remove what they have made.
+        """Stop this process's threads that write or copy for a save; they remove what they have
+        made. Returns at once.
         """
         with self._lock:
             for of_job, cancelled in self._cancellable:
@@ -261,10 +253,7 @@ class Engine:
 
     def abort(self, reason: str) -> None:
         """Kill the writer processes and stop the threads that write or copy; unfinished saves fail
-        and their files are removed.
-
-        Args:
-            reason: Why, for the errors.
+        with ``reason``, and their files are removed.
         """
         with self._lock:
             writers, self._writers = self._writers, []
