@@ -53,10 +53,10 @@ def commits(function: F) -> F:
 
 
 def committed_by(function: Callable[[], Any]) -> tuple[Any, ...] | None:
-    """The arguments of a commit, if a finalize function is known to do nothing else.
+    """The arguments of a commit if that is known to be all a finalize function does, or ``None``.
 
-    That is a partial; or a closure, such as Megatron's, that Python compiled to use no name and no
-    value of its surroundings but the commit and what it is called with.
+    Known are partials, and closures, such as Megatron's, that Python compiled to use no name and no
+    value of their surroundings but the commit and what it is called with.
     """
     used: list[Any]
     if isinstance(function, partial):
@@ -411,11 +411,7 @@ def asked_priority(cpu_priority: int) -> int | None:
 
 
 def require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeout: float) -> None:
-    """Refuse values that would otherwise fail when a process is started.
-
-    Raises:
-        OptionError: A priority is out of range, or the timeout is not a positive number of seconds.
-    """
+    """Raise ``OptionError`` for values that would otherwise fail when a process is started."""
     EngineOptions(cpu_priority=cpu_priority, io_priority=io_priority)
     if not sigterm_timeout > 0:
         raise OptionError(

@@ -112,13 +112,10 @@ class Asking:
 
 
 def look_at(call: Call, first_index: int, last_index: int, *, waits: bool) -> View:
-    """This rank's view of the next request to finalise.
+    """This rank's view of the next request to finalise, and whether it ``waits`` for that.
 
-    Args:
-        call: The request.
-        first_index: Index of the first request since the queue was created or aborted.
-        last_index: That of the last scheduled request.
-        waits: Whether this rank waits until it is finalised.
+    The indices are of the first request since the queue was created or aborted, and of the last
+    scheduled one.
     """
     alive, early = not is_done(call.outcome), call.early
     return View(
@@ -150,19 +147,12 @@ def late(calls: Sequence[Call], timeout_s: float, *, hint: str) -> SaveTimeoutEr
 
 
 def finalize(call: Call, coordination: Coordination, agreed: View, *, no_dist: bool) -> None:
-    """Run a request's finalize functions, or raise its failure; on all ranks unless ``no_dist``.
+    """Run the finalize functions of a request that is done on all ranks, or raise its failure.
 
-    Args:
-        call: The request, done on all ranks.
-        coordination: The ranks.
-        agreed: The view of all ranks.
-        no_dist: Whether this rank raises its own errors only.
-
-    Raises:
-        CheckpointException: The request, or a finalize function, failed on some rank.
-        RankLostError: Another rank has ended.
-        SaveTimeoutError: The finalize functions of another rank have not returned.
-        BaseException: What a finalize function of this rank raised.
+    Collective unless ``no_dist``, which raises this rank's errors only. Raises what a function
+    raised on this rank; ``CheckpointException`` if the request, or a function on another rank,
+    failed; ``RankLostError`` or ``SaveTimeoutError`` if another rank has ended or its functions
+    have not returned.
     """
     if agreed.failed:
         _raise_failure(call, coordination, no_dist=no_dist)
@@ -184,11 +174,8 @@ def finalize(call: Call, coordination: Coordination, agreed: View, *, no_dist: b
 def together(coordination: Coordination) -> Iterator[None]:
     """After the block, raise an error of one rank on all ranks. Collective.
 
-    Raises:
-        CheckpointException: The block raised on another rank.
-        RankLostError: Another rank has ended.
-        SaveTimeoutError: The block of another rank has not ended.
-        Exception: That of the block.
+    Another rank's exception is a ``CheckpointException`` here. ``RankLostError`` if another rank
+    has ended; ``SaveTimeoutError`` if its block has not.
     """
     failure: Exception | None = None
     try:
@@ -285,8 +272,8 @@ def report_loss(path: str) -> Iterator[None]:
 def finish_after(queue: AsyncCallsQueue, error: BaseException, coordination: Coordination) -> None:
     """Finalise the requests that can be, so that an exception in a block costs no checkpoint.
 
-    Other ranks take part only if all of them leave with an exception. After a ``SaveTimeoutError``
-    no file is waited for.
+    Other ranks participate only if all of them leave with an exception. After a
+    ``SaveTimeoutError`` this does not wait for files.
     """
     before, timeout_s = queue.pending, _timeout_s()
     _log.warning(
@@ -312,10 +299,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def finish_all_at_exit() -> None:
-    """Finalise what is pending in any queue; registered to run when the interpreter ends.
-
-    If a request is lost, the process ends with a status that says so.
-    """
+    """At the interpreter's end, finalise all that is pending; the exit status reports a loss."""
     unfinished = [queue for queue in unfinished_queues if queue.pending]
     timeout_s, is_lost = _timeout_s(), bool(_lost_at_exit)
     if unfinished:

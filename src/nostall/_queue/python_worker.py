@@ -63,10 +63,10 @@ class _Travelling:
 def serialize_call(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> int:
-    """Put a call into anonymous memory and return its descriptor.
+    """Put a call into anonymous memory and return its descriptor, which the caller closes.
 
-    Raises:
-        StagingError: A part of the call cannot be pickled; the message names it.
+    ``StagingError`` if a part of the call cannot be pickled, which the message names, or the system
+    gives no such memory.
     """
     import torch
 
@@ -122,10 +122,7 @@ class PythonWorker(ChildProcess[Outcome]):
             os.close(call_fd)
 
     def end(self, *, abort: bool) -> None:
-        """End the process: at once with ``abort``, else after its calls or a timeout.
-
-        Idempotent.
-        """
+        """End the process: after its calls or a timeout, or at once with ``abort``. Idempotent."""
         with self._lock:
             unfinished = [waiting.future for waiting in self._waiting.values()]
         deadline_s = time.monotonic() + _DRAIN_TIMEOUT_S

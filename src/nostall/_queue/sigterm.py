@@ -87,13 +87,11 @@ class Preemption:
         is_anything_pending: Callable[[], bool],
         abandon: Callable[[], object],
     ) -> None:
-        """Handle SIGTERM from now on.
+        """Handle SIGTERM from now on; pending saves delay the end by ``grace_s`` seconds at most.
 
-        Args:
-            grace_s: Longest time between the signal and the end of the process, in seconds.
-            is_anything_pending: Whether there are requests to finalise; called by the handler, so
-                it must not wait.
-            abandon: Called at the deadline; ends processes that would outlive this one.
+        The handler calls ``is_anything_pending`` (are there requests to finalise?), so it must not
+        wait. ``abandon`` is called at the deadline, on a thread; it ends processes that would
+        outlive this one.
         """
         if threading.current_thread() is not threading.main_thread():
             raise OptionError(
@@ -128,8 +126,7 @@ class Preemption:
     def deferred(self, *, then_end: bool = True) -> Iterator[None]:
         """No signal interrupts the block; after it, SIGTERM ends the process if nothing is pending.
 
-        Args:
-            then_end: False for a part of a save whose caller continues with it.
+        ``then_end`` is false for a part of a save whose caller continues with it.
         """
         section = object()
         with uninterrupted():
@@ -166,10 +163,7 @@ class Preemption:
         self._asked_at_s = None
 
     def _watch(self, asked: int, abandon: Callable[[], object]) -> None:
-        """After a signal, run the handler again from time to time; end the process at the deadline.
-
-        Waits for the next signal if the process continues.
-        """
+        """After each signal, run the handler now and then; end the process at the deadline."""
         while os.read(asked, 1):
             if self.asked:  # not a signal that was handled during the last wait
                 _log.warning("SIGTERM: finishing scheduled saves within %g s", self._grace_s)
