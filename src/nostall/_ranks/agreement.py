@@ -30,11 +30,10 @@ class View:
     alive: bool
     """The request is unfinished."""
     failed: bool
-    """The request has failed."""
     hurry: bool
     """The process was asked to end."""
     committing: bool
-    """The request's save is committed early, which is not over. On the coordinator only."""
+    """The request's save is being committed early. On the coordinator only."""
     committed: int
     """0, or one more than the slowest rank of a save that is committed. On the coordinator only."""
     save: int
@@ -59,7 +58,7 @@ class Scheduled:
 
     def __init__(self) -> None:
         self.unanswered: list[Question] = []
-        """Asked about requests that this process has given up since."""
+        """Questions about requests that this process has since given up."""
         self._count = 0
         self._times_left = 0
 
@@ -128,12 +127,7 @@ class Scheduled:
 
 
 class Question:
-    """The view over all ranks, which are asked without waiting for them. Collective.
-
-    Args:
-        mine: This rank's view.
-        coordination: The ranks.
-    """
+    """The view over all ranks, which are asked without waiting for them. Collective."""
 
     def __init__(self, mine: View, coordination: Coordination) -> None:
         self._mine = mine
@@ -144,21 +138,16 @@ class Question:
         self._pending = coordination.begin_maximum([*flags, *early, *self._same])
 
     def is_answered(self) -> bool:
-        """Whether it waits for no rank any more."""
+        """Whether it no longer waits for any rank."""
         return self._pending.is_done()
 
     def answer(self, scheduled: Scheduled, *, timeout_s: float) -> View:
         """A flag is set if it was set on any rank when that was asked. Waits for all ranks.
 
-        Args:
-            scheduled: Names the missing ranks, and remembers a question whose wait is interrupted.
-            timeout_s: How long another rank may wait for its own files before it asks.
-
-        Raises:
-            RankLostError: Another rank has ended.
-            SaveTimeoutError: Other ranks do not ask.
-            RankMismatchError: They poll another request, or have scheduled another number of
-                requests.
+        Another rank may wait ``timeout_s`` for its own files before it asks. ``scheduled`` names
+        missing ranks, and remembers a question whose wait is interrupted. Raises ``RankLostError``;
+        ``SaveTimeoutError`` if other ranks do not ask; ``RankMismatchError`` if they poll another
+        request, or have scheduled another number of requests.
         """
         mine, coordination = self._mine, self._coordination
         began_s, timeout_s = time.monotonic(), timeout_s + PATIENCE_S
@@ -202,17 +191,9 @@ def share_failure(
 ) -> None:
     """Raise an error of one rank's finalize functions on all ranks.
 
-    Collective, except on a rank whose error is a ``RankLostError``.
-
-    Args:
-        error: The error of this rank's functions.
-        coordination: The ranks.
-        timeout_s: How long the functions of other ranks may take.
-
-    Raises:
-        CheckpointException: The functions of another rank failed.
-        SaveTimeoutError: The functions of another rank have not returned.
-        BaseException: ``error``.
+    Collective, except on a rank whose error is a ``RankLostError``. A rank with an error raises its
+    own; the others raise ``CheckpointException``, or ``SaveTimeoutError`` if the functions of a
+    rank take longer than ``timeout_s``.
     """
     if isinstance(error, RankLostError):
         raise error

@@ -16,11 +16,7 @@ _BLOCK_NBYTES = 8 << 20
 
 
 def require_cpu_members(group: dist.ProcessGroup) -> None:
-    """Require that this rank is in the group, and that the group can send what is on the CPU.
-
-    Raises:
-        OptionError: The rank is not in the group, or the group cannot send CPU tensors.
-    """
+    """Raise ``OptionError`` unless this rank is in the group, and the group sends CPU tensors."""
     require_members(group, 0)
     if _torch.device_for_collectives(group).type != "cpu":
         raise OptionError(
@@ -48,7 +44,7 @@ class GroupPeers:
     def exchange(
         self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
-        """All at a time, so that no order can make two ranks wait for each other."""
+        """Sends and receives all at once: no order can make two ranks wait for each other."""
         with self._ranks.together():
             works = [
                 dist.irecv(block, group=self._group, group_src=rank)

@@ -48,12 +48,9 @@ def sendable(wrapped: _torch.WrappedException) -> _torch.WrappedException:
 def exception_for(
     failures: Mapping[int, _torch.WrappedException], *, step: str, on_coordinator: bool
 ) -> _torch.CheckpointException:
-    """The exception to raise on this rank.
+    """The exception to raise on this rank, from failures by rank within the save's group.
 
-    Args:
-        failures: The failures by rank, within the save's group.
-        step: DCP's name of the part of the save that failed.
-        on_coordinator: Whether this rank is the coordinator.
+    ``step`` is DCP's name of the part of the save that failed.
     """
     named: dict[int, _torch.WrappedException] = {}
     for rank, (error, trace) in failures.items():
@@ -73,11 +70,7 @@ def exception_for(
 def raise_everywhere(
     mine: Failure | None, coordination: Coordination, *, only_here: bool = False
 ) -> NoReturn:
-    """Raise the failures of all ranks on every rank. Collective unless ``only_here``.
-
-    Raises:
-        CheckpointException: Always.
-    """
+    """Raise a ``CheckpointException`` of all ranks' failures. Collective unless ``only_here``."""
     wrapped = None
     if mine is not None:
         error = error_of(RankFailed(rank=coordination.rank, failure=mine))

@@ -48,8 +48,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 class Coordination(Protocol):
     """Communication between the ranks of one save.
 
-    Raises:
-        RankLostError: From every collective: another rank has ended, or the group is unusable.
+    Every collective raises ``RankLostError`` if another rank has ended, or the group is unusable.
     """
 
     rank: int
@@ -64,9 +63,8 @@ class Coordination(Protocol):
     def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
         """Element-wise maximum over all ranks. Collective: call on every rank.
 
-        Raises:
-            TimeoutError: Not all ranks have called it within ``timeout_s`` seconds; the group is
-                no longer usable.
+        ``TimeoutError`` if not all ranks have called it within ``timeout_s`` seconds; the group is
+        then no longer usable.
         """
 
     def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
@@ -288,15 +286,14 @@ class PendingMaximum(Protocol):
     """A maximum over all ranks that may still wait for some of them."""
 
     def is_done(self) -> bool:
-        """Whether it waits for no rank any more."""
+        """Whether it no longer waits for any rank."""
 
     def wait(self, timeout_s: float | None = None) -> list[int]:
         """The maximum. Call it once.
 
-        Raises:
-            RankLostError: Another rank has ended, or the group is unusable.
-            TimeoutError: Not all ranks have begun it within ``timeout_s`` seconds; the group is no
-                longer usable.
+        ``RankLostError`` if another rank has ended, or the group is unusable; ``TimeoutError`` if
+        not all ranks have begun it within ``timeout_s`` seconds, after which the group is unusable,
+        too.
         """
 
 
@@ -315,13 +312,7 @@ class Known:
 
 
 class Reduction:
-    """An all_reduce in progress.
-
-    Args:
-        work: That of torch.
-        tensor: Its tensor of integers.
-        together: A block in which the backend's untyped errors become ``RankLostError``.
-    """
+    """An all_reduce in progress; ``together`` translates the backend's untyped errors."""
 
     def __init__(
         self,
@@ -374,10 +365,10 @@ class GroupStore:
         self._store = None if store is None else weakref.ref(store)
 
     def present(self) -> dist.Store | None:
-        """The store; ``None`` if there was none.
+        """The store; ``None`` if there was none at first.
 
-        Raises:
-            RuntimeError: The group is gone. What its ranks have decided is not in a later one's.
+        ``RuntimeError`` if the group no longer exists: a later group's store lacks its ranks'
+        decisions.
         """
         store = None if self._store is None else self._store()
         if store is not _torch.default_store():
@@ -388,12 +379,8 @@ class GroupStore:
 class Records:
     """Records of the ranks about one save. Callable from any thread.
 
-    Every method raises ``RuntimeError`` if the store no longer exists.
-
-    Args:
-        save: Identifies the save.
-        rank: This rank, within those that save.
-        world_size: Their number. A single process has a store of its own.
+    ``rank`` is among the ranks that save, ``world_size`` their number; a single process has a store
+    of its own. Every method raises ``RuntimeError`` if the store no longer exists.
     """
 
     def __init__(self, save: SaveId, rank: int, world_size: int) -> None:
@@ -407,14 +394,14 @@ class Records:
         self._group_store = GroupStore() if world_size > 1 else None
         self._own_store = dist.HashStore() if world_size == 1 else None
         self._seen = 0
-        """Number of ranks, from the first on, that are known to have left theirs."""
+        """Number of ranks, from the first on, that are known to have left a record."""
 
     def put(self, record: bytes) -> None:
         """Leave this rank's record, once."""
         self._store().set(f"{self._key}{self._rank}", record)  # type: ignore[arg-type]  # bytes, too
 
     def are_complete(self) -> bool:
-        """Whether all ranks have left theirs."""
+        """Whether all ranks have left a record."""
         store = self._store()
         while self._seen < self._world_size:
             some = range(self._seen, min(self._seen + _RECORDS_AT_A_TIME, self._world_size))
@@ -441,7 +428,7 @@ class Records:
         return store.compare_set(key, before, mine).decode() == mine
 
     def remove(self) -> None:
-        """Remove this rank's."""
+        """Remove this rank's record."""
         self._store().delete_key(f"{self._key}{self._rank}")
 
     def _store(self) -> dist.Store:
@@ -455,11 +442,7 @@ class Records:
 
 
 def require_members(group: dist.ProcessGroup | None, coordinator: int) -> None:
-    """Require that this rank and the coordinator belong to the group; otherwise ranks would hang.
-
-    Raises:
-        OptionError: One of them does not.
-    """
+    """Require that this rank and the coordinator are in the group; otherwise ranks would hang."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     if dist.get_rank(group) < 0:
@@ -488,11 +471,7 @@ def _look_for_numpy() -> None:
 
 
 def require_numpy() -> None:
-    """Require NumPy where there is a process group: ``dcp.load`` sends objects with it.
-
-    Raises:
-        OptionError: torch cannot use it.
-    """
+    """Raise ``OptionError`` if a process group lacks NumPy: ``dcp.load`` sends objects with it."""
     if dist.is_available() and dist.is_initialized() and not _torch.has_numpy():
         raise OptionError(
             "torch cannot use NumPy, without which no step can be restored with a process group",
@@ -514,10 +493,9 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 
 
 class Membership:
-    """The ranks of a process group, which may be destroyed while a save is under way.
+    """The ranks of a process group, which may be destroyed while a save is in progress.
 
-    Args:
-        ranks: The port to them, which this does not keep.
+    The port to them is not kept.
     """
 
     def __init__(self, ranks: Coordination) -> None:
@@ -525,7 +503,7 @@ class Membership:
         self._store = GroupStore() if self.world_size > 1 else None
 
     def is_of(self, wrapper: _torch.DistWrapper) -> bool:
-        """Whether a wrapper's group still is the one of these ranks."""
+        """Whether a wrapper's group is still the group of these ranks."""
         try:
             return not self.are_gone() and coordination_of(wrapper).world_size == self.world_size
         except ValueError:  # a group of some ranks that is destroyed
@@ -542,7 +520,7 @@ class Membership:
         return not dist.is_initialized()
 
     def lost(self, path: str, hint: str) -> RankLostError:
-        """The error of a save whose ranks cannot communicate any longer."""
+        """The error of a save whose ranks can no longer communicate."""
         return RankLostError(
             f"the process group of {self.world_size} ranks that saved together is gone",
             rank=self.rank,
