@@ -24,12 +24,7 @@ T = TypeVar("T")
 
 
 class Pickled:
-    """The description of a checkpoint without an index.
-
-    Args:
-        metadata: What was unpickled.
-        path: For errors.
-    """
+    """The description of a checkpoint without an index."""
 
     def __init__(self, metadata: Metadata, *, path: str) -> None:
         self.shared = metadata
@@ -39,12 +34,7 @@ class Pickled:
     def private(self, source: Source, *, load_id: str) -> Metadata:  # noqa: ARG002  # as Indexed's
         """A copy that the caller may change, except for the ranks' plans.
 
-        Args:
-            source: The file; it was read.
-            load_id: Of the reader, for ``storage_meta``.
-
-        Raises:
-            UntrustedMetadataError: A part of it has a type other than the declared one.
+        ``UntrustedMetadataError`` if a part of it has a type other than the declared one.
         """
         metadata = self.shared
         twin = _twin(metadata)
@@ -66,17 +56,11 @@ class Pickled:
 
 
 class _Unread:
-    """In place of a pickle that was not read yet."""
+    """In place of a pickle that has not been read yet."""
 
 
 class Indexed:
-    """The description of a checkpoint with an index.
-
-    Args:
-        index: The index.
-        manifest: The manifest behind it.
-        path: For errors.
-    """
+    """The description of a checkpoint with an index."""
 
     def __init__(self, index: ItemIndex, manifest: Manifest, *, path: str) -> None:
         self._index = index
@@ -91,14 +75,8 @@ class Indexed:
         """Metadata that the caller may change, except for the ranks' plans.
 
         What only the pickle has is unpickled when it is needed, from bytes that are read now.
-
-        Args:
-            source: The file.
-            load_id: Of the reader, for ``storage_meta``.
-
-        Raises:
-            UnknownMetadataError: An item has a value that this torch does not know.
-            ReadError: The pickle is too long.
+        ``UnknownMetadataError`` if an item has a value that this torch does not know; ``ReadError``
+        if the pickle is too long.
         """
         if isinstance(self._pickle, _Unread):
             stream = PartStream(source, 0, self._manifest.metadata_nbytes)
@@ -141,11 +119,9 @@ Description = Pickled | Indexed
 def describe(source: Source, path: str) -> Description:
     """The description in a metadata file; as little of it is read as possible.
 
-    Raises:
-        DamagedCheckpointError: The index or the manifest is damaged.
-        ReadError: The file is too long.
-        UntrustedMetadataError: What was read is damaged, or names files that it should not.
-        OSError: Storage does not answer.
+    ``DamagedCheckpointError`` if the index or the manifest is damaged; ``UntrustedMetadataError``
+    if what was read is damaged, or names files that it should not; ``ReadError`` if the file is too
+    long.
     """
     found = read_index(as_stream(source), path=path)
     if found is not None:

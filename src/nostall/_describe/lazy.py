@@ -44,12 +44,9 @@ for _field in fields(Metadata):
 
 
 def lazy_metadata(rest: Callable[[], dict[str, Any]], **known: Any) -> LazyMetadata:
-    """Metadata that has some attributes.
+    """Metadata with ``known`` attributes; ``rest`` returns the others when one is asked for.
 
-    Args:
-        rest: Returns the others, by name; called when one is asked for. What the caller has set
-            meanwhile stays.
-        known: The attributes that it has.
+    What the caller has set meanwhile stays.
     """
     metadata: LazyMetadata = object.__new__(LazyMetadata)
     vars(metadata).update(known, **{_REST: rest})

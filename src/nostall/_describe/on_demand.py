@@ -23,8 +23,7 @@ Entry = TensorStorageMetadata | BytesStorageMetadata
 def on_demand(index: ItemIndex, *, path: str) -> Metadata:
     """Metadata with the items of an index, and nothing else; for reading only.
 
-    Raises:
-        UnknownMetadataError: It has a dtype or another value that this torch does not know.
+    ``UnknownMetadataError`` if it has a dtype or another value that this torch does not know.
     """
     items = Items(index, path=path)
     entries: Mapping[str, Entry] = _Entries(items)
@@ -38,7 +37,7 @@ class _Entries(Mapping[str, Entry]):
         self._items = items
         self._rows = items.index.rows
         self._made: dict[tuple[int, ...], Entry] = {}
-        """By what they are made from: many items of a checkpoint are alike."""
+        """Entries by what they are made from: many items of a checkpoint are alike."""
 
     def __getitem__(self, name: str) -> Entry:
         row = self._rows[name]
