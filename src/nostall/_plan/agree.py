@@ -59,7 +59,6 @@ class CachedPlans:
     """Identifies the process group and this rank in it; plans of another group are not used."""
     planner: PlannerKey
     local: SavePlan
-    """This rank's local plan."""
     final: SavePlan
     """This rank's part of the global plan."""
     validated: bool
@@ -154,8 +153,8 @@ class PlanMemory:
     def adopt_loaded(self, metadata: Metadata | None) -> None:
         """Adopt the plans that a loaded checkpoint was saved with.
 
-        No effect after the first planned save: later ones rest on the plans that all ranks made
-        together, and a rank with other plans would write items that its metadata lacks.
+        No effect while plans of an earlier save are kept: later saves rest on the plans that all
+        ranks made together, and a rank with other plans would write items that its metadata lacks.
         """
         if self.plans is None:
             self._metadata = metadata
@@ -179,9 +178,7 @@ class PlanMemory:
 
 
 def reusable_metadata(metadata: Metadata) -> Metadata:
-    """Metadata for one more save of the same structure: the same objects, without the parts of one
-    checkpoint.
-    """
+    """A shallow copy for the next save of a structure, without the parts of one checkpoint."""
     twin = copy(metadata)
     twin.storage_data = twin.storage_meta = None
     return twin
@@ -238,19 +235,11 @@ def plan_together(
 ) -> tuple[SavePlan, Metadata | None, SaveId]:
     """Plan with all ranks. Collective.
 
-    Args:
-        local: This rank's plan, or its failure.
-        writer: This rank's writer.
-        planner: This rank's planner.
-        coordination: The ranks.
-        memory: Where to keep the plan, if anywhere.
-        identity: The group and the planner's configuration, for which the plan is valid.
-
-    Returns:
-        This rank's final plan; the metadata on the coordinator; what identifies the save.
-
-    Raises:
-        CheckpointException: A rank could not plan; raised on every rank.
+    Returns this rank's final plan; the metadata, on the coordinator; and what identifies the save.
+    ``local`` may be this rank's failure. The plan is kept in ``memory``, if given, and is valid for
+    ``identity``: the group and the planner's configuration. Raises ``CheckpointException`` on every
+    rank if a rank could not plan; a rank that fails after all have agreed on a loaded checkpoint's
+    plans raises its own error, which finalising reports to the others.
     """
     loaded = None if memory is None else _agreed_loaded_plans(local, coordination, memory)
     if loaded is not None and isinstance(local, SavePlan) and memory is not None:
@@ -350,7 +339,7 @@ def global_plan_of(
 def _agreed_loaded_plans(
     local: SavePlan | _torch.WrappedException, coordination: Coordination, memory: PlanMemory
 ) -> list[CompactPlan] | None:
-    """The loaded plans, if they equal all ranks' plans; one reduction, on every rank."""
+    """The loaded plans, if they equal all ranks' plans; one reduction, unless plans are kept."""
     if memory.plans is not None:
         return None
     loaded = memory.loaded_all_plans
@@ -395,13 +384,8 @@ def replanned_metadata(
 ) -> Metadata:
     """Metadata for a save in which some ranks planned alone; on the coordinator.
 
-    Args:
-        changed: The new plans of those ranks.
-        before: All ranks' plans that the others reused.
-        planner: The coordinator's planner.
-
-    Raises:
-        SaveError: The other ranks' plans are unknown here.
+    ``changed`` has the new plans of those ranks, ``before`` the plans of all ranks that the others
+    reused; ``SaveError`` if those, or the planner, are unknown here.
     """
     if before is None or planner is None:
         raise SaveError(

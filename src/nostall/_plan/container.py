@@ -52,16 +52,10 @@ class _Record:
 def build_container(
     *, prefix: bytes, payload_nbytes: int, suffix: bytes, checksums: bool
 ) -> Container:
-    """Locate the bytes of a skeleton that depend on its payload.
+    """Locate the bytes of a skeleton that depend on its payload, which it omits.
 
-    Args:
-        prefix: The skeleton's bytes before the payload.
-        payload_nbytes: Length of the payload, which the skeleton omits.
-        suffix: The skeleton's bytes after the payload.
-        checksums: False if torch is configured to leave CRCs at zero.
-
-    Raises:
-        NostallError: The skeleton is not a container of the known form.
+    ``checksums`` is false if torch is configured to leave CRCs at zero. ``NostallError`` if the
+    skeleton is not a container of the known form.
     """
     if not checksums or not payload_nbytes:
         return Container(prefix=prefix, payload_nbytes=payload_nbytes, suffix=suffix, seal=None)

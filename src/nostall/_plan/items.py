@@ -52,11 +52,7 @@ _NAMED = 3
 
 
 def require_representable(plan: SavePlan, file_format: FileFormat, *, rank: int) -> None:
-    """Refuse a local plan with items that files of this format cannot have.
-
-    Raises:
-        StagingError: There are some.
-    """
+    """Raise ``StagingError`` if a local plan has items that files of this format cannot have."""
     if file_format is FileFormat.TORCH_SAVE:
         return
     strange = []
@@ -82,18 +78,10 @@ def require_representable(plan: SavePlan, file_format: FileFormat, *, rank: int)
 def plan_rank(
     plan: SavePlan, resolver: Resolver, *, rank: int, file_format: FileFormat, path: str | None
 ) -> PlannedSave:
-    """Resolve every item of a rank's final plan.
+    """Resolve every item of a rank's final plan; ``path``, the checkpoint, is for errors.
 
-    Args:
-        plan: The plan.
-        resolver: Has the values of items.
-        rank: This rank.
-        file_format: The format of the files.
-        path: The checkpoint, for errors.
-
-    Raises:
-        StagingError: A tensor has no data (meta device), the planner could not produce an item, or
-            files of this format cannot have it.
+    ``StagingError`` if a tensor has no data (meta device), the planner could not produce an item,
+    or files of this format cannot have it.
     """
     # Read once: torch takes 25 us to return them, most of the cost of an item.
     settings = bool(torch.serialization.get_crc32_options()), int(config.save.storage_alignment)

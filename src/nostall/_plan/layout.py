@@ -30,7 +30,6 @@ class FileNaming:
     """Distinguishes the files from those of the checkpoint that is being replaced."""
     separation_hint: str | None = None
     file_format: FileFormat = FileFormat.TORCH_SAVE
-    """The format of the containers of all items."""
 
     def group_of(self, fqn: str) -> str:
         """The group of files that an item belongs to."""
@@ -147,9 +146,8 @@ def renamed(layout: Layout, naming: FileNaming) -> Layout:
 
 
 def waves(layout: Layout, max_nbytes: int | None) -> list[Layout]:
-    """Consecutive files of a layout, each part with its own image of at most ``max_nbytes`` bytes.
-
-    A larger file is a part by itself.
+    """Consecutive files of a layout, each part with its own image of at most ``max_nbytes`` bytes;
+    a larger file is a part by itself.
     """
     runs: list[list[FileLayout]] = [[]]
     nbytes = 0

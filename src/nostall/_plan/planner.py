@@ -44,13 +44,10 @@ from nostall.errors import NostallError, RankMismatchError, SaveError
 
 @contextmanager
 def planner_failures() -> Iterator[None]:
-    """Translate DCP's ``CheckpointException`` from a planner into an ``Exception``.
+    """Translate DCP's ``CheckpointException`` from a planner into a ``SaveError``.
 
     Only an ``Exception`` can be sent to other ranks. A ``CheckpointException`` is not one: raised
     elsewhere, it is known to all ranks already.
-
-    Raises:
-        SaveError: The planner raised a ``CheckpointException``.
     """
     try:
         yield
@@ -105,12 +102,12 @@ def vouched(planner: SavePlanner) -> Vouched | None:
 
 
 class PlannerKey(NamedTuple):
-    """Identifies what the plans of a planner follow from, apart from the state dict."""
+    """Identifies what plans of a planner follow from, apart from the state dict: its class, and its
+    attributes that are numbers, texts or truth values.
+    """
 
     kind: Hashable
-    """Its class."""
     switches: Hashable
-    """Its attributes that are numbers, texts or truth values."""
 
 
 def planner_key(planner: SavePlanner) -> PlannerKey:
@@ -200,10 +197,8 @@ def plan_columns(
 ) -> tuple[list[Share], Metadata] | None:
     """All ranks' shares, and the metadata; ``None`` if stock's planner has to look at the plans.
 
-    Args:
-        plans: The local plans of all ranks.
-        to_lowest_rank: Whether the lowest rank writes what several have; otherwise the one with the
-            fewest bytes.
+    An item of several ranks is written by the lowest of them, or, without ``to_lowest_rank``, by
+    the one with the fewest bytes.
     """
     written = _written(plans, to_lowest_rank=to_lowest_rank)
     if written is None:
@@ -246,10 +241,7 @@ def plan_columns(
 def require_one_shape(plans: Sequence[CompactPlan]) -> None:
     """Refuse tensors of one name whose shapes differ between ranks: only one would be saved.
 
-    Plans of an unusual form are not looked at.
-
-    Raises:
-        RankMismatchError: There are some.
+    ``RankMismatchError`` if there are some. Plans of an unusual form are not looked at.
     """
     found: dict[str, _Size] = {}
     before: PlanColumns | None = None
@@ -329,9 +321,7 @@ def _element_nbytes(properties: TensorProperties) -> int:
 
 
 def _lie_side_by_side(shape: _Size, chunks: Sequence[_Chunk]) -> bool:
-    """Whether a tensor is cut into its chunks along one dimension: they neither overlap nor leave
-    anything out.
-    """
+    """Whether chunks cut a tensor along one dimension, without overlaps and gaps."""
     cut = next((dim for dim, at in enumerate(max(chunks)[0]) if at), 0)
     origin, begin = (0,) * len(shape), 0
     for offsets, sizes in sorted(chunks):

@@ -59,11 +59,8 @@ def entry_of(
 ) -> TensorEntry | None:
     """The entry of a tensor; ``None`` if the format has no such dtype or name.
 
-    Args:
-        name: Its name; a key of any type if the planner does not flatten.
-        dtype: Its dtype in torch, without ``torch.``.
-        shape: Its shape.
-        offsets: Where it begins in the tensor that it is a part of.
+    ``name`` may be of any type, if the planner does not flatten. ``dtype`` is torch's name without
+    ``torch.``; ``offsets`` is where the tensor begins in the one that it is a part of.
     """
     named = DTYPES.get(dtype)
     if named is None or not _is_name(name):
@@ -92,13 +89,9 @@ def order_of(entry: TensorEntry) -> tuple[int, str]:
 
 
 def header_of(tensors: Sequence[tuple[TensorEntry, int]]) -> bytes:
-    """The bytes before the first tensor.
+    """The bytes before the first tensor, for entries and payload lengths in plan order.
 
-    Args:
-        tensors: In the order of the plan; with their numbers of bytes.
-
-    Raises:
-        NostallError: There are too many tensors for one file.
+    ``NostallError`` if there are too many tensors for one file.
     """
     parts = {each.name: {"saved_offsets": each.offsets} for each, _ in tensors}
     header: dict[str, Any] = {

@@ -258,11 +258,7 @@ def learn(
 ) -> KnownStructure | None:
     """The structure of a planned state dict; ``None`` if it cannot be recognised safely.
 
-    Args:
-        state_dict: The planned state dict.
-        flat: The same, flattened by the planner, by name.
-        planned: This rank's share of it.
-        openers: By class of its leaves that have tensors.
+    ``flat`` is the state dict as the planner has flattened it, ``planned`` this rank's share of it.
     """
     root = _level_of(state_dict)
     leaves: list[Any] = []
