@@ -83,13 +83,11 @@ class Description:
 def read_description(files: Files, *, with_items: bool) -> Description:
     """Read a checkpoint's description; with a manifest, items are read only if ``with_items``.
 
-    Raises:
-        UnknownMetadataError: There is no manifest, and the metadata is not understood.
-        UntrustedMetadataError: There is no manifest, and the metadata is malformed; or the index of
-            the items is.
-        DamagedCheckpointError: The manifest or the metadata is damaged, an item has no location, or
-            the index says other things of the items than the pickle.
-        OSError: The metadata cannot be read.
+    Without a manifest, metadata raises ``UnknownMetadataError`` if it is not understood,
+    ``UntrustedMetadataError`` if it is malformed, and ``DamagedCheckpointError`` if it is damaged
+    or lacks the location of an item. With one, a malformed index raises ``UntrustedMetadataError``;
+    a damaged manifest or metadata, and an index that differs from the pickle,
+    ``DamagedCheckpointError``.
     """
     path = files.where(METADATA_NAME)
     extents: Mapping[str, Sequence[Extent]] = {}
@@ -149,10 +147,8 @@ def _stat_of(files: Files, name: str) -> Stat:
 
 
 def require_answers(directory: str) -> None:
-    """Check that a checkpoint is skipped for its content, not because it cannot be read.
-
-    Raises:
-        ReadError: Storage reports a transient error, or denies access.
+    """Raise ``ReadError`` if storage reports a transient error, or denies access: then a checkpoint
+    was not skipped for its content.
     """
     files = storage_at(directory)
     try:
@@ -190,13 +186,7 @@ class Looked:
 
 
 def look_at(files: Files, expected: ExpectedFile, on_read: Callable[[int], object]) -> Looked:
-    """Verify a shard file of the right size.
-
-    Args:
-        files: The checkpoint's files.
-        expected: The file.
-        on_read: Called with numbers of bytes that were read.
-    """
+    """Verify a shard file of the right size; ``on_read`` gets the numbers of bytes read."""
     name, crc32 = expected.name, expected.crc32
     try:
         if crc32 is None:
@@ -250,7 +240,7 @@ def _look_into(files: Files, expected: ExpectedFile, on_read: Callable[[int], ob
                 if not extent.is_tensor:
                     strangers.append(extent.item)
                     continue
-                # Required of a tensor without a transform.
+                # A tensor without a transform has to be one.
                 why = "contains a tensor that is not an archive of torch.save"
             finally:
                 on_read(extent.length)

@@ -21,10 +21,9 @@ _log = logging.getLogger("nostall")
 
 
 def collect(outcomes: Sequence[Any]) -> Verdict:
-    """Commit if every rank wrote all its items; otherwise abort and name every failed rank.
+    """Commit if no rank failed; otherwise abort and name every failed rank.
 
-    Args:
-        outcomes: In rank order, each rank's write results, or its failure, a tuple of DCP's form.
+    ``outcomes`` are, in rank order, write results or failures, the latter tuples of DCP's form.
     """
     failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, tuple)}
     return Abort(failures=failures) if failures else Commit(results=list(outcomes))
@@ -33,11 +32,7 @@ def collect(outcomes: Sequence[Any]) -> Verdict:
 def require_one_result_each(
     planned: Iterable[Hashable], results: Iterable[Hashable], *, rank: int | None = None
 ) -> None:
-    """Check that one rank reports exactly one result per planned item.
-
-    Raises:
-        IncompleteSaveError: An item has no result, several, or was never planned.
-    """
+    """Raise ``IncompleteSaveError`` unless a rank reports exactly one result per planned item."""
     wanted, got = Counter(planned), Counter(results)
     if wanted == got:
         return
@@ -52,11 +47,7 @@ def require_one_result_each(
 
 
 def require_all_present(planned: Iterable[Hashable], results: Iterable[Hashable]) -> None:
-    """Check that the ranks have written exactly the items that the metadata names.
-
-    Raises:
-        IncompleteSaveError: An item was not written, or a written item is not in the metadata.
-    """
+    """Raise ``IncompleteSaveError`` unless ranks have written exactly the metadata's items."""
     named, written = set(planned), set(results)
     for strangers, what in (
         (named - written, "items of the checkpoint were not written by any rank"),
@@ -71,15 +62,10 @@ def require_all_present(planned: Iterable[Hashable], results: Iterable[Hashable]
 
 
 def require_one_save(saves: Sequence[Hashable], *, rank: int | None = None, path: str) -> None:
-    """Check that all ranks finalise the same save to a directory.
+    """Raise ``RankMismatchError`` if two ranks finalise different saves to the directory ``path``.
 
-    Args:
-        saves: What identifies each rank's save; ``None`` where it is not known.
-        rank: The coordinator.
-        path: The directory.
-
-    Raises:
-        RankMismatchError: Two ranks finalise different saves.
+    ``saves`` identify each rank's save, ``None`` where it is not known; ``rank`` is the
+    coordinator.
     """
     if len(set(saves) - {None}) > 1:  # found in a fraction of the time of the lists below
         ranks: dict[Hashable, list[int]] = defaultdict(list)
@@ -104,16 +90,11 @@ def require_one_directory(
     rank: int | None = None,
     is_same: Callable[[str, str], bool],
 ) -> None:
-    """Check that all ranks have written to the directory of the metadata.
+    """Raise ``RankMismatchError`` if a rank has written to another directory than the coordinator.
 
-    Args:
-        directories: Each rank's directory; ``None`` where it is not known.
-        mine: The coordinator's directory.
-        rank: The coordinator.
-        is_same: Whether two paths lead to one directory, as seen by the coordinator.
-
-    Raises:
-        RankMismatchError: A rank has written to another directory.
+    ``directories`` are by rank, ``None`` where not known; ``mine`` is the coordinator's.
+    ``is_same`` says whether two paths lead to one directory, as seen by the coordinator, which is
+    ``rank``.
     """
     elsewhere: dict[str, list[int]] = defaultdict(list)
     for number, directory in enumerate(directories):
@@ -140,22 +121,16 @@ def commit(
     replaced_files: Iterable[str],
     at: Callable[[str], None] = lambda _: None,
 ) -> tuple[str, ...]:
-    """Publish a checkpoint.
+    """Publish a checkpoint, all of whose files are complete.
 
-    Args:
-        storage: The checkpoint's files; all that ``metadata`` names are complete.
-        metadata: Content of the metadata file, in pieces.
-        metadata_name: ``.metadata``, or a rank's own name for saves without coordination.
-        replaced_files: Names that are unreferenced after publishing; iterated only then.
-        at: Called before the metadata is written (``"commit"``) and before it is published
-            (``"publish"``); may raise an error of storage.
+    ``metadata`` is the content of the metadata file, in pieces. Its name is ``.metadata``, or a
+    rank's own for saves without coordination. ``at`` is called before the metadata is written
+    (``"commit"``) and before it is published (``"publish"``); it may raise an error of storage.
+    Returns ``replaced_files``, for the caller to remove: the names that are unreferenced after
+    publishing, iterated only then; none if they cannot be determined.
 
-    Returns:
-        The replaced files, for the caller to remove; none if they cannot be determined.
-
-    Raises:
-        NotDurableError: The checkpoint exists, or may exist, but may not survive a power failure.
-        WriteError: Any other failure; the previous checkpoint is unchanged.
+    ``NotDurableError``: the checkpoint exists, or may exist, but may not survive a power failure.
+    ``WriteError``: any other failure; the previous checkpoint is unchanged.
     """
     try:
         at("commit")

@@ -33,18 +33,14 @@ Order: TypeAlias = tuple[float, bool, int, str]
 
 def committed_latest_first(root: str) -> list[str]:
     """The directories in ``root`` with a metadata file, last committed first; also behind links.
-
-    Raises:
-        ReadError: ``root`` is not a directory, or cannot be read.
+    ``ReadError`` if ``root`` is not a directory, or cannot be read.
     """
     return _committed_of(directories_in(root))
 
 
 def directories_in(root: str) -> list[str]:
     """The directories and links in ``root``; all that is below an address; none if it is absent.
-
-    Raises:
-        ReadError: ``root`` is not a directory, or cannot be read.
+    ``ReadError`` if it is not a directory, or cannot be read.
     """
     try:
         if is_address(root):
@@ -54,7 +50,7 @@ def directories_in(root: str) -> list[str]:
         return [each.path for each in found if each.name != OF_FILE_SYSTEM]
     except OSError as error:
         is_file = isinstance(error, NotADirectoryError)
-        # If there is no such file either, it is a directory above that is one.
+        # If the path does not exist, the file is in place of a directory above it.
         is_absent = isinstance(error, FileNotFoundError) or (is_file and not os.path.lexists(root))
         if is_absent and not is_address(root):
             return []
@@ -125,11 +121,7 @@ def _may_be_file(path: str) -> bool:
 
 
 def committed_at_s(directory: str) -> float:
-    """When a checkpoint was committed: by its manifest, or else by the clock of storage.
-
-    Raises:
-        OSError: Its metadata cannot be read.
-    """
+    """When a checkpoint was committed: by its manifest, or else by the clock of storage."""
     files = storage_at(directory)
     with open_to_read(files, METADATA_NAME) as stream:
         manifest = manifest_alone(stream)

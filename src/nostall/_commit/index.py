@@ -52,7 +52,7 @@ _STRIDES = (NoneType, list, tuple)
 
 
 class InvalidIndexError(ValueError):
-    """Bytes or columns are not those of an index."""
+    """Bytes or columns do not form an index."""
 
 
 class Properties(NamedTuple):
@@ -108,7 +108,6 @@ class WrittenIndex:
     body: bytes
     """All but the tables."""
     body_crc32: int
-    """CRC-32 of them."""
     properties: Sequence[Properties]
     files: Sequence[str]
     ends: Sequence[int]
@@ -132,21 +131,15 @@ class WrittenIndex:
         )
 
     def renamed(self, names: Mapping[str, str]) -> WrittenIndex:
-        """A copy with other file names.
-
-        Args:
-            names: The present name of each file.
-        """
+        """A copy with the present names of its files, given by the earlier ones."""
         return replace(self, files=[names[name] for name in self.files])
 
 
 def written(index: ItemIndex) -> WrittenIndex:
-    """The bytes of an index that its reader accepts.
+    """The bytes of an index; ``InvalidIndexError`` if its reader would refuse it.
 
-    Raises:
-        InvalidIndexError: Its reader would refuse it.
-        OverflowError: It has a number that is negative or too large.
-        UnicodeEncodeError: A name has a character that UTF-8 cannot represent.
+    ``OverflowError`` if it has a number that is negative or too large; ``UnicodeEncodeError`` if a
+    name has a character that UTF-8 cannot represent.
     """
     made = encoded(index)
     _checked_tables({"files": index.files, "properties": index.properties})
@@ -188,14 +181,9 @@ def encoded(index: ItemIndex) -> WrittenIndex:
 
 
 def parsed(content: bytes, nbytes_of: Mapping[str, int]) -> ItemIndex | None:
-    """The index in ``content``; ``None`` if it has a format that is not known here.
+    """The index in ``content``, all of its bytes; ``None`` if its format is not known here.
 
-    Args:
-        content: All bytes of the index.
-        nbytes_of: Length of each file that the checkpoint has.
-
-    Raises:
-        InvalidIndexError: It is not an index, or it is one of other files.
+    ``InvalidIndexError`` if it is not an index, or one of files of other names or lengths.
     """
     if len(content) < HEADER.size:
         _refuse("too short")

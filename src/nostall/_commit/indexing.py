@@ -39,9 +39,8 @@ Places: TypeAlias = dict[MetadataIndex, _torch.StorageInfo]
 
 
 def indexed(metadata: Metadata) -> WrittenIndex | None:
-    """The index of metadata with locations; ``None`` if it cannot represent all of it.
-
-    Nor is there an index that its reader would refuse, such as one with a duplicate chunk.
+    """The index of metadata with locations; ``None`` if it cannot represent all of it, or its
+    reader would refuse it, for a duplicate chunk, say.
     """
     try:
         return written(_Indexing(metadata.storage_data).table(metadata.state_dict_metadata))
@@ -57,13 +56,9 @@ def indexed(metadata: Metadata) -> WrittenIndex | None:
 
 
 class _Indexing:
-    """The places of items, and from them the columns of an index.
+    """The places of items, from ``storage_data``, and from them the columns of an index.
 
-    Args:
-        places: The ``storage_data``.
-
-    Raises:
-        InvalidIndexError: An index cannot represent them, or an item has two.
+    ``InvalidIndexError`` if an index cannot represent them, or an item has two.
     """
 
     def __init__(self, places: Any) -> None:
@@ -96,11 +91,7 @@ class _Indexing:
         self._transforms = transforms.pop() if transforms else None
 
     def table(self, entries: Mapping[Any, Any]) -> ItemIndex:
-        """The index of these entries; uses the places up.
-
-        Raises:
-            InvalidIndexError: It cannot represent them.
-        """
+        """The index of these entries, or ``InvalidIndexError``; uses the places up."""
         shapes = defaultdict[tuple[int, ...], int](count(1).__next__, {(): 0})
         properties: dict[Properties, int] = {}
         known: dict[tuple[Any, ...], int] = {}  # numbers of properties, by their attributes
@@ -165,11 +156,7 @@ _CHUNK_PARTS = 2
 
 
 def _plain(properties: object) -> Properties:
-    """Properties in plain values.
-
-    Raises:
-        InvalidIndexError: They have another form, or other values.
-    """
+    """Properties in plain values; ``InvalidIndexError`` if they have another form or values."""
     if type(properties) is not TensorProperties:
         raise InvalidIndexError("properties of another class")
     state = properties.__getstate__()
@@ -198,16 +185,11 @@ def _plain(properties: object) -> Properties:
 
 
 def read_index(stream: BinaryIO, *, path: str) -> tuple[ItemIndex, Manifest] | None:
-    """Index and manifest of a ``.metadata`` file, without its pickle; ``None`` without an index.
+    """Index and manifest of a ``.metadata`` file, without its pickle; ``None`` without an index, or
+    with one of an unknown format.
 
-    Args:
-        stream: The file.
-        path: For errors.
-
-    Raises:
-        DamagedCheckpointError: The index or the manifest fails its checksum.
-        UntrustedMetadataError: The index is not one, or is one of other files.
-        OSError: The file cannot be read.
+    ``DamagedCheckpointError`` if one of them fails its checksum; ``UntrustedMetadataError`` if the
+    index is not one, or is one of other files.
     """
     found = index_alone(stream, path=path)
     if found is None:
@@ -261,8 +243,7 @@ def _state(plain: Properties) -> tuple[Any, ...] | None:
 class Items:
     """Objects of DCP for the items of an index. Sizes are shared, as they cannot be changed.
 
-    Raises:
-        UnknownMetadataError: It has a dtype or another value that this torch does not know.
+    ``UnknownMetadataError`` if it has a dtype or another value that this torch does not know.
     """
 
     def __init__(self, index: ItemIndex, *, path: str) -> None:
@@ -333,8 +314,7 @@ class Items:
 def entries_and_places(index: ItemIndex, *, path: str) -> tuple[Entries, Places]:
     """The ``state_dict_metadata`` and ``storage_data`` of metadata with this index.
 
-    Raises:
-        UnknownMetadataError: As :class:`Items`.
+    Raises ``UnknownMetadataError``, as :class:`Items` does.
     """
     items, new = Items(index, path=path), object.__new__
     entries: Entries = {}

@@ -33,10 +33,7 @@ _Size: TypeAlias = "tuple[int, ...]"
 
 
 class PlanColumns(NamedTuple):
-    """A local plan: columns with an entry per item, and what items have in common.
-
-    Objects have empty sizes.
-    """
+    """A local plan: columns with an entry per item, empty sizes for objects, and common parts."""
 
     names: list[str]
     kinds: bytes
@@ -117,10 +114,8 @@ def _columns_of(plan: SavePlan) -> PlanColumns | None:
 
 
 def in_full(plan: CompactPlan) -> SavePlan:
-    """The plan with its items.
-
-    Raises:
-        LookupError, TypeError, ValueError: The columns are not those of a plan.
+    """The plan with its items; ``LookupError``, ``TypeError`` or ``ValueError`` if the columns do
+    not form a plan.
     """
     if not isinstance(plan, PlanColumns):
         return plan
@@ -151,7 +146,7 @@ def sharing(plans: Iterable[CompactPlan]) -> list[CompactPlan]:
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Also in the order of a dictionary."""
+    """Equality, also of the order of dictionaries."""
     return bool(one == other) and (type(one) is not dict or [*one] == [*other])
 
 
@@ -218,11 +213,7 @@ class LocalPlans(Sequence[SavePlan]):
     @overload
     def __getitem__(self, rank: slice) -> list[SavePlan]: ...
     def __getitem__(self, rank: int | slice) -> SavePlan | list[SavePlan]:
-        """The plan of a rank.
-
-        Raises:
-            UntrustedMetadataError: The checkpoint has something else in its place.
-        """
+        """The plan of a rank; ``UntrustedMetadataError`` if the checkpoint has no plan there."""
         if isinstance(rank, slice):
             return [self[each] for each in range(len(self))[rank]]
         plan = self.plans[rank]

@@ -57,7 +57,6 @@ class Manifest:
     metadata_nbytes: int
     """Length of the pickle."""
     metadata_crc32: int
-    """CRC-32 of the pickle."""
     committed_at_s: float
     """Seconds since the epoch, by the coordinator's clock, just before publishing."""
     version: str
@@ -65,7 +64,6 @@ class Manifest:
     index_nbytes: int
     """Length of the index between the pickle and the manifest; 0 if there is none."""
     index_crc32: int
-    """CRC-32 of the index."""
 
 
 def with_manifest(
@@ -78,12 +76,7 @@ def with_manifest(
 ) -> tuple[bytes, ...]:
     """The content of a ``.metadata`` file, in pieces: pickle, index and manifest.
 
-    Args:
-        metadata: The pickle, in pieces.
-        files: All shard files of all ranks.
-        crc32: CRC-32 of the pickle.
-        committed_at_s: Seconds since the epoch.
-        index: The index of the items, if there is one.
+    ``metadata`` is the pickle, ``crc32`` its checksum; ``files`` are all shard files of all ranks.
     """
     plain: dict[str, Any] = {
         "format": _FORMAT,
@@ -109,11 +102,7 @@ def with_manifest(
 
 
 def manifest_alone(stream: BinaryIO) -> Manifest | None:
-    """The manifest of a ``.metadata`` file, without reading the pickle; ``None`` if not intact.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
+    """The manifest of a ``.metadata`` file, without reading the pickle; ``None`` if not intact."""
     try:
         found = _find(stream, path="")
     except DamagedCheckpointError:
@@ -123,14 +112,7 @@ def manifest_alone(stream: BinaryIO) -> Manifest | None:
 
 def index_alone(stream: BinaryIO, *, path: str) -> tuple[bytes, Manifest] | None:
     """The bytes of the index, and the manifest, without the pickle; ``None`` if there is none.
-
-    Args:
-        stream: The file.
-        path: For errors.
-
-    Raises:
-        DamagedCheckpointError: The index or the manifest fails its checksum.
-        OSError: The file cannot be read.
+    ``DamagedCheckpointError`` if the index or the manifest fails its checksum.
     """
     found = _find(stream, path=path)
     if found is None or not found[0].index_nbytes:
@@ -147,15 +129,8 @@ def index_alone(stream: BinaryIO, *, path: str) -> tuple[bytes, Manifest] | None
 def manifest_of(stream: BinaryIO, *, path: str) -> Manifest | None:
     """The manifest of a ``.metadata`` file, after checking pickle and index; ``None`` without one.
 
-    They are read in pieces, in constant memory.
-
-    Args:
-        stream: The file.
-        path: For errors.
-
-    Raises:
-        DamagedCheckpointError: The end of the file is damaged, or the pickle fails its checksum.
-        OSError: The file cannot be read.
+    They are read in pieces, in constant memory. ``DamagedCheckpointError`` if the end of the file
+    is damaged, or the pickle or the index fails its checksum.
     """
     found = _find(stream, path=path)
     if found is None:
@@ -178,12 +153,8 @@ def manifest_of(stream: BinaryIO, *, path: str) -> Manifest | None:
 def split(content: bytes, *, path: str) -> tuple[bytes, Manifest | None]:
     """The pickle in a ``.metadata`` file, and the manifest after it; ``None`` if there is none.
 
-    Args:
-        content: The file's content.
-        path: For errors.
-
-    Raises:
-        DamagedCheckpointError: There is a manifest, but it or the pickle fails its checksum.
+    ``DamagedCheckpointError`` if the end of the file is damaged, or the manifest, the pickle or the
+    index fails its checksum.
     """
     manifest = manifest_of(io.BytesIO(content), path=path)
     if manifest is not None:

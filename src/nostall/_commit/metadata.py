@@ -52,9 +52,8 @@ PLANS_KEY = "nostall.all_local_plans"
 def load_metadata(content: bytes, *, path: str) -> Metadata:
     """The metadata in a ``.metadata`` file.
 
-    Raises:
-        UnknownMetadataError: It has parts that DCP metadata does not have.
-        UntrustedMetadataError: It is not a complete pickle of metadata, or is impossible.
+    ``UnknownMetadataError`` if it has parts that DCP metadata does not have;
+    ``UntrustedMetadataError`` if it is not a complete pickle of metadata, or is impossible.
     """
     try:
         metadata = unpickle(content)  # ignores the manifest after the pickle
@@ -76,11 +75,7 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
 
 
 def _require_entries(metadata: Metadata, path: str) -> None:
-    """Check the types of the entries, on which all later code relies.
-
-    Raises:
-        UntrustedMetadataError: An entry has a type other than the declared one.
-    """
+    """Require entries of the declared types, on which all later code relies."""
     entries = vars(metadata).get("state_dict_metadata")
     if type(entries) is not dict:
         raise _refused("state_dict_metadata is not a dict", path)
@@ -169,9 +164,8 @@ class Extent(NamedTuple):
 def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
     """Locations of the items of a checkpoint, ordered by file and offset.
 
-    Raises:
-        UntrustedMetadataError: An item has no location, one outside the checkpoint directory, or
-            one that overlaps another item's.
+    ``UntrustedMetadataError`` if an item in ``storage_data`` has no location, one outside the
+    checkpoint directory, or one that overlaps another item's.
     """
     storage_data = metadata.storage_data
     if not isinstance(storage_data, Mapping):
@@ -244,23 +238,13 @@ def referenced_files(content: bytes, *, path: str) -> set[str]:
 def extents_in(
     stream: BinaryIO, *, path: str, is_confirmed: bool
 ) -> tuple[Mapping[str, Sequence[Extent]], str | None]:
-    """The items in a ``.metadata`` file, by the file that they are in.
+    """The items in a ``.metadata`` file, by file; and ``None``, or why there are none.
 
-    Args:
-        stream: The file.
-        path: For errors.
-        is_confirmed: Whether the manifest has confirmed the bytes. Then metadata that cannot be
-            used does not raise.
-
-    Returns:
-        The items; and ``None``, or why no items are returned for confirmed metadata.
-
-    Raises:
-        UnknownMetadataError: The metadata is not understood, and not confirmed.
-        UntrustedMetadataError: The metadata is malformed and not confirmed; or the index is.
-        DamagedCheckpointError: The metadata is damaged, or an item has no location, and the
-            metadata is not confirmed; or the index and the pickle describe different items.
-        OSError: The file cannot be read.
+    ``is_confirmed`` says that the manifest has confirmed the bytes. Then metadata that cannot be
+    used is such a reason. Otherwise it raises ``UnknownMetadataError`` if it is not understood,
+    ``UntrustedMetadataError`` if it is malformed, or ``DamagedCheckpointError`` if it is damaged or
+    an item has no location. In both cases, ``UntrustedMetadataError`` if the index is malformed,
+    and ``DamagedCheckpointError`` if index and pickle describe different items.
     """
     indexed = read_index(stream, path=path)
     try:

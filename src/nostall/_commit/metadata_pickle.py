@@ -42,9 +42,8 @@ _BUFFER_NBYTES = 1 << 16
 def unpickle(content: bytes) -> Any:
     """The object pickled at the beginning of ``content``.
 
-    Raises:
-        UnknownMetadataError: It has parts that DCP metadata does not have.
-        Exception: A broken pickle can raise any exception.
+    ``UnknownMetadataError`` if it has parts that DCP metadata does not have; a broken pickle can
+    raise any exception.
     """
     try:
         with no_collection():
@@ -100,12 +99,9 @@ class _StandIn(type):
 def _stand_in(
     original: Any, called: Callable[..., Any], new: Callable[..., Any] | None = None
 ) -> _StandIn:
-    """A stand-in for a class or function.
+    """A stand-in for a class or function, in whose place a pickle calls ``called``.
 
-    Args:
-        original: The class or function.
-        called: What a pickle calls in its place.
-        new: Makes an instance, from the stand-in and arguments; otherwise a call does.
+    ``new`` makes an instance, from the stand-in and arguments; without it, a call does.
     """
     body = {
         "original": original,
@@ -176,9 +172,8 @@ def _of_known_values(function: Callable[..., Any]) -> _StandIn:
 
 
 def _member(of: Any, name: Any) -> Any:
-    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickles it: ``getattr(class, name)``.
-
-    Debian 12 has 3.11.2.
+    """A member of an enumeration, as Python 3.11.0 to 3.11.3 (Debian 12 has 3.11.2) pickles it:
+    ``getattr(class, name)``.
     """
     kind = of.original if type(of) is _StandIn else None
     if not (isinstance(kind, type) and issubclass(kind, Enum)):

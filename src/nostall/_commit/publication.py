@@ -111,10 +111,8 @@ class Publication:
         return (*self.program, rest[PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
 
     def renamed(self, names: Mapping[str, str]) -> Publication | None:
-        """A copy with other names of shard files; ``None`` if names in the pickle are ambiguous.
-
-        Args:
-            names: The present name of each file.
+        """A copy with the present names of shard files, given by the earlier ones; ``None`` if
+        names in the pickle are ambiguous.
         """
         if all(old == new for old, new in names.items()):
             return self

@@ -28,15 +28,15 @@ class ResultColumns:
 
     names: list[str]
     begins: Sequence[torch.Size | None]
-    """Offsets of chunks in their tensors, without duplicates; ``None`` is that of an object."""
+    """Offsets of chunks in their tensors, without duplicates; ``None`` for an object."""
     begin_of: array[int]
-    """Positions in them."""
+    """Positions in ``begins``."""
     hints: list[Any]
     """``MetadataIndex.index`` of each."""
     files: Sequence[str]
     """Names, without duplicates."""
     file_of: array[int]
-    """Positions in them."""
+    """Positions in ``files``."""
     offsets: array[int]
     """In the file."""
     lengths: array[int]
@@ -45,18 +45,13 @@ class ResultColumns:
     """DCP's names of the stream transforms, which all items have in common."""
 
     def renamed(self, names: Mapping[str, str]) -> ResultColumns:
-        """These results under other names of files.
-
-        Args:
-            names: The present name of each file.
-        """
+        """These results under the present names of files, given by the earlier ones."""
         return replace(self, files=[names[name] for name in self.files])
 
     def places(self, known: dict[Any, Any]) -> Iterator[tuple[MetadataIndex, Any]]:
         """Each item, and its place as an object of DCP's.
 
-        Args:
-            known: Names and offsets, each mapped to itself; equal ones become one object.
+        ``known`` maps names and offsets to themselves; equal ones become one object.
         """
         new, begins = object.__new__, [known.setdefault(each, each) for each in self.begins]
         for name, begin, hint, file, offset, length in zip(
@@ -89,7 +84,6 @@ class Results:
 
     items: RankResults
     files: tuple[str, ...]
-    """Names of the files of the items."""
     token: str | None
     """Identifies results that a later save may refer to."""
 
@@ -115,10 +109,8 @@ def token_of(outcome: RankOutcome) -> str | None:
 def columns_of(places: Iterable[tuple[Any, Any]]) -> ResultColumns | None:
     """Items and their places as columns; ``None`` if something would be lost.
 
-    Raises:
-        KeyError: A part is missing.
-        OverflowError: A number is negative or too large.
-        TypeError: Something has no hash, or is no number.
+    ``KeyError`` if a part is missing; ``OverflowError`` if a number is negative or too large;
+    ``TypeError`` if something has no hash, or is no number.
     """
     begins = defaultdict[Any, int](count().__next__)
     files = defaultdict[str, int](count().__next__)
@@ -188,12 +180,7 @@ Places: TypeAlias = ResultColumns | Mapping[MetadataIndex, Any]
 
 
 def renamed(places: Places, names: Mapping[str, str]) -> Places:
-    """Places under other names of files.
-
-    Args:
-        places: The places.
-        names: The present name of each file.
-    """
+    """Places under the present names of files, given by the earlier ones."""
     if isinstance(places, ResultColumns):
         return places.renamed(names)
     return {
@@ -203,11 +190,8 @@ def renamed(places: Places, names: Mapping[str, str]) -> Places:
 
 
 def made(parts: Iterable[Places], known: dict[Any, Any]) -> dict[MetadataIndex, Any]:
-    """A dictionary of the places of all ranks; columns become new objects.
-
-    Args:
-        parts: Those of the ranks.
-        known: Names and offsets to share; see :meth:`ResultColumns.places`.
+    """A dictionary of the places of all ranks; columns become new objects, which share what
+    ``known`` has (see :meth:`ResultColumns.places`).
     """
     places = dict[MetadataIndex, Any]()
     for part in parts:
@@ -216,11 +200,7 @@ def made(parts: Iterable[Places], known: dict[Any, Any]) -> dict[MetadataIndex, 
 
 
 class StorageData(MutableMapping[MetadataIndex, Any]):
-    """``Metadata.storage_data`` of all ranks; it has objects from when somebody looks at one.
-
-    Args:
-        parts: Those of the ranks.
-    """
+    """``Metadata.storage_data`` of all ranks; it has objects from when somebody looks at one."""
 
     def __init__(self, parts: Sequence[Places]) -> None:
         self.parts = parts
@@ -231,7 +211,7 @@ class StorageData(MutableMapping[MetadataIndex, Any]):
         return made(self.parts, {})
 
     def copy(self) -> dict[MetadataIndex, Any]:
-        """A dictionary, as of one."""
+        """A plain dictionary."""
         return dict(self.in_full)
 
     def __getitem__(self, index: MetadataIndex) -> Any:
