@@ -87,10 +87,8 @@ class RankMessage(NamedTuple):
 
 @no_collection()
 def decoded(messages: Sequence[RankMessage | bytes]) -> list[RankMessage]:
-    """The messages of all ranks; that of a process that saves alone was not encoded.
-
-    Raises:
-        SaveError: One cannot be read.
+    """The messages of all ranks; a process that saves alone has not encoded its own. ``SaveError``
+    if one cannot be read.
     """
     found: list[RankMessage] = []
     for rank, each in enumerate(messages):
@@ -131,7 +129,7 @@ class Ending:
     changed: bool
     """Whether the next save is planned together: a rank's structure changed, or the save failed."""
     series: int | None = None
-    """A new one of identities, if ranks may count their saves differently."""
+    """A new series of identities, if ranks may count their saves differently."""
     slowest_rank: int | None = None
 
 
@@ -148,15 +146,11 @@ def commit_split_save(
     storage_meta: Callable[[], StorageMeta | None],
     known: KnownResults,
 ) -> Ending:
-    """Commit a split save if every rank wrote all its files.
+    """Commit a split save if every rank wrote all its files; errors are in the :class:`Ending`.
 
-    Args:
-        save: The save of this rank.
-        messages: Those of all ranks of the group, in rank order, as :func:`decoded` takes them.
-        planned: The metadata that they have planned.
-        session: The planning results that remain on this rank.
-        storage_meta: Returns DCP's part of the metadata that is specific to this save.
-        known: What this rank knows of earlier results.
+    ``messages`` are from all ranks of the group, in rank order; ``planned`` is the metadata that
+    they have planned. ``session`` has the planning results of this rank. ``storage_meta`` returns
+    DCP's part of the metadata that is specific to this save.
     """
     is_published = False
     try:
@@ -175,8 +169,8 @@ def commit_split_save(
     return ending
 
 
-# The collector would visit each message several times. In here storage is waited for only where
-# ranks name the directory differently, with local_staging_dir, and for what adapters write beside.
+# The collector would visit each message several times. This waits for storage only where ranks name
+# the directory differently, with local_staging_dir, and for what adapters write beside.
 @no_collection()
 def _decide(
     save: RankSave,
@@ -225,12 +219,9 @@ def commit_results(
 ) -> None:
     """Commit a save whose results DCP has collected.
 
-    If certainly nothing was published, the files of all ranks are removed.
-
-    Raises:
-        IncompleteSaveError: No rank wrote an item of the metadata; nothing is published.
-        RankMismatchError: A rank wrote to another directory; nothing is published.
-        WriteError: The metadata could not be published.
+    If certainly nothing was published, the files of all ranks are removed. Nothing is published if
+    an item of the metadata was not written (``IncompleteSaveError``), or a rank wrote to another
+    directory (``RankMismatchError``). ``WriteError`` if the metadata could not be published.
     """
     written = [getattr(of_rank, "written", None) for of_rank in results]
     plan, settings, visit = save.named_plan, save.settings, save.state.visit
@@ -302,11 +293,8 @@ def _publication_by_dcp(
 
 
 def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -> None:
-    """Refuse to commit files in another directory.
-
-    Raises:
-        RankMismatchError: A rank wrote to another directory than this rank.
-        WriteError: To another disk of the same path.
+    """Raise ``RankMismatchError`` if a rank wrote to another directory than this rank;
+    ``WriteError`` if to another disk of the same path.
     """
     rank = save.settings.rank
 
@@ -334,14 +322,10 @@ def _publication(
     *,
     may_be_known: bool = True,
 ) -> Publication:
-    """That of the last save if it had the same results and metadata; otherwise a new one, kept.
+    """The last save's publication if it had these results and metadata; else a new one, kept.
 
-    Args:
-        planned: The planned metadata.
-        outcomes: Of all ranks.
-        results: Those that the outcomes are or refer to.
-        known: Where publications are kept.
-        may_be_known: False if the metadata are new.
+    ``results`` are those that the outcomes are or refer to. ``may_be_known`` is false for new
+    metadata.
     """
     publication = known.publication(outcomes, planned) if may_be_known else None
     if publication is None:
@@ -352,10 +336,8 @@ def _publication(
 
 @no_collection()
 def _publication_of_results(metadata: Metadata, results: Sequence[RankResults]) -> Publication:
-    """The publication of a save, from the results of all ranks.
-
-    Raises:
-        IncompleteSaveError: No rank wrote an item of the metadata.
+    """The publication of a save; ``IncompleteSaveError`` if an item of the metadata was not
+    written.
     """
     completed = complete_metadata(metadata, results)
     publication = publication_of(completed)
@@ -370,13 +352,7 @@ def _finished(
     written: Sequence[RankFiles | None],
     storage_meta: StorageMeta | None,
 ) -> FinishedMetadata:
-    """The content of one checkpoint's metadata file.
-
-    Args:
-        publication: The publication.
-        written: The files of each rank, as far as known, for the manifest.
-        storage_meta: DCP's part that is specific to this save.
-    """
+    """The content of a checkpoint's metadata file; with a manifest if all files are known."""
     content = publication.content(storage_meta)
     known = [each.files for each in written if each is not None and each.files is not None]
     # With a partial manifest the other files would look like foreign ones.

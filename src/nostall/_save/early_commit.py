@@ -1,10 +1,10 @@
 """Commit a save as soon as all ranks have written, whether or not anybody polls.
 
 In the steady state a rank's message to the coordinator is known when its files are written. A
-thread leaves it in the store of the process group. That of the coordinator waits for the messages
+thread leaves it in the store of the process group. The coordinator's thread waits for the messages
 of all ranks, and commits. The next poll learns it from the reduction that it makes anyway.
 
-Where this does not work, nothing is lost: finalising collects the messages, as of other saves.
+Where this does not work, nothing is lost: finalising collects the messages, as for other saves.
 Before the commit begins, the coordinator's claim decides between it and a rank that gives the save
 up: a rank that is too late leaves its files.
 """
@@ -42,15 +42,10 @@ _DEADLINES = 3
 class EarlyCommit:
     """One rank's part in the early commit of one save.
 
-    Args:
-        save: Identifies the save.
-        records: Those of its ranks.
-        rank: This rank.
-        retired: Where records go when the save is over; a later save removes them.
-        message: Returns this rank's message, once its files are written; ``None`` if the save is
-            not to be committed early.
-        commit: On the coordinator, commits with the messages of all ranks.
-        timeout_s: How long the coordinator waits for the others.
+    ``message`` returns this rank's message, once its files are written; ``None`` if the save is not
+    to be committed early. On the coordinator, ``commit`` commits with the messages of all ranks,
+    for which it waits ``timeout_s`` seconds. When the save is over, its records go to ``retired``;
+    a later save removes them.
     """
 
     def __init__(
@@ -99,10 +94,7 @@ class EarlyCommit:
     # --- the commit -----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Begin, as this rank's files are written; returns at once.
-
-        Once, and only if it is allowed.
-        """
+        """Begin, once and if it is allowed, as this rank's files are written; returns at once."""
         if not self.is_allowed or self._over is not None:
             return
         over: Future[None] = Future()
@@ -150,16 +142,15 @@ class EarlyCommit:
     # --- its end --------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Begin nothing any more; a commit that has begun goes on."""
+        """Begin nothing from now on; a commit in progress continues."""
         with self._lock:
             self._stopped.set()
 
     def finish(self) -> Ending | None:
-        """Wait for no other rank any more, but for a commit that has begun.
+        """Stop waiting for other ranks, and wait for a commit in progress.
 
-        Returns:
-            On the coordinator, how that has ended; ``None`` if it has not begun and will not, or
-            the messages were refused.
+        On the coordinator, returns how that has ended; ``None`` if it has not begun and will not,
+        or the messages were refused.
         """
         self.stop()
         if self._is_over_in(_DEADLINES * self._timeout_s + PATIENCE_S):
@@ -192,7 +183,7 @@ class EarlyCommit:
         return is_prevented
 
     def _is_over_in(self, timeout_s: float) -> bool:
-        """Whether no commit is under way, or not any more after a while."""
+        """Whether no commit is in progress, now or after a wait of up to ``timeout_s`` seconds."""
         return not self._is_claimed or self._over is None or is_done(self._over, timeout_s)
 
     def _claim_to_give_up(self) -> bool:

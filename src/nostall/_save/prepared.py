@@ -67,7 +67,7 @@ class OwnOptions:
     separation_hint: str | None
     open_file: Callable[..., Any]
     directory: str | None = None
-    """In which the checkpoint is committed instead of the writer's path."""
+    """The checkpoint is committed in it instead of the writer's path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class WriterSettings:
     """Where and how one writer saves."""
 
     directory: str
-    """In which the checkpoint is committed."""
+    """The checkpoint is committed in it."""
     rank: int
     is_alone: bool
     """Whether this rank's checkpoint has metadata of its own."""
@@ -86,20 +86,15 @@ class WriterSettings:
     belongs_at: str
     """Where the checkpoint is to be in the end; the same for all ranks."""
     metadata_name: str
-    """Name of the metadata file of the checkpoint."""
     other_metadata_name: str
-    """That of one which this rank saves alone, or which all ranks save together."""
+    """Name of the other kind of metadata: this rank's own if all save together, or the reverse."""
     is_elsewhere: bool
     """Whether the directory, which other hosts may not see, is not where it belongs."""
     has_unique_names: bool
     """Whether file names are unique, so that an existing checkpoint does not matter to them."""
 
     def may_replace(self, engine: Engine) -> bool:
-        """Whether the directory may contain a checkpoint.
-
-        Raises:
-            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
-        """
+        """Whether the directory may contain a checkpoint; ``SaveTimeoutError`` if storage hangs."""
         return may_hold(
             self.directory,
             [self.metadata_name, self.other_metadata_name],
@@ -129,11 +124,9 @@ class SaveTarget:
     settings: WriterSettings
     naming: FileNaming
     visit: Visit
-    """Shows other saves of this process that this one is under way in the directory."""
+    """Shows other saves of this process that this one is in progress in the directory."""
     timeline: Timeline
-    """Receives the durations of the stages."""
     progress: Progress
-    """Receives the progress of the save."""
     timeout_s: float
     """Longest time for storage to answer."""
     faults: bytes
@@ -143,8 +136,7 @@ class SaveTarget:
 def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
     """The settings of a writer, by its attributes at this moment, as subclasses may change them.
 
-    Raises:
-        OptionError: Two options exclude each other, or an option has a value that is not possible.
+    ``OptionError`` if two options exclude each other, or an option has an impossible value.
     """
     if not callable(own.open_file):
         raise OptionError(
@@ -234,11 +226,7 @@ class PreparedSave:
 def prepare(
     plan: SavePlan, resolver: Resolver, *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
-    """Resolve a final plan and lay it out.
-
-    Raises:
-        StagingError: An item could not be resolved.
-    """
+    """Resolve a final plan and lay it out; ``StagingError`` if an item could not be resolved."""
     settings = target.settings
     planned = plan_rank(
         plan,
@@ -294,12 +282,8 @@ def learn(
 ) -> KnownSave | None:
     """The reusable part of a prepared save, before staging; ``None`` if nothing is safe.
 
-    Args:
-        prepared: The save.
-        state_dict: The planned state dict.
-        flat: The same, flattened by a planner whose plan follows from the structure; else ``None``.
-        engine: The engine of the save.
-        openers: By class of leaves that have tensors.
+    ``flat`` is the state dict, flattened by a planner whose plan follows from the structure; else
+    ``None``.
     """
     try:
         structure = None
@@ -350,9 +334,8 @@ def prepare_known(
 
 
 def as_known(prepared: PreparedSave, known: KnownSave | None) -> PreparedSave:
-    """The prepared save, with the known one if their results are equal apart from file names.
-
-    Results follow from the final plan and the layout.
+    """The prepared save, with the known one if their results, which follow from final plan and
+    layout, are equal apart from file names.
     """
     is_same = known is not None and (
         prepared.planned.share.plan is known.share.plan and prepared.layout.key == known.layout.key

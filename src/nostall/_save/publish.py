@@ -55,8 +55,9 @@ _LOCK_GRACE_S = 1.0
 """Lets a wait for another save's commit raise its own error before that of hanging storage."""
 _LONG_S = 600.0
 _SAVES_PER_AGE = 2
-"""A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save
-under way."""
+"""A file older than this many times ``save_timeout_s`` (or ``_LONG_S``, if longer) is of no save in
+progress.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,20 +77,13 @@ def publish(
 ) -> None:
     """Publish finished metadata, and remove the files of the checkpoint that it replaces.
 
-    The metadata object that stock ``dcp.save`` passes is completed, as by stock.
+    The visit of ``save`` ends before another save may commit here. ``metadata`` is the object that
+    ``publication`` was made from; one that stock ``dcp.save`` has passed is completed, as by stock.
 
-    Args:
-        save: The save of this rank; its visit ends before another save may commit here.
-        publication: The publication.
-        metadata: The object that it was made from.
-        finished: The content of the metadata file.
-
-    Raises:
-        WriteError: The metadata could not be published, or the directory was removed and made again
-            meanwhile.
-        SaveTimeoutError: Another save was committing to the same directory all the time, or storage
-            hangs; nothing is published.
-        NotDurableError: Storage hangs, and the metadata may be published.
+    ``WriteError`` if the metadata could not be published, or the directory was removed and made
+    again meanwhile. ``SaveTimeoutError`` if another save was committing to the same directory all
+    the time, or storage hangs: nothing is published. ``NotDurableError`` if storage hangs, and the
+    metadata may be published.
     """
     engine, settings, visit = default_engine(), save.settings, save.state.visit
     directory, name = settings.directory, settings.metadata_name
@@ -165,12 +159,8 @@ def _run_in_time(
 class _PointOfNoReturn:
     """Separates a commit that can be given up from one that may be published.
 
-    A checkpoint that is reported as lost never appears later.
-
-    Args:
-        storage: The directory.
-        mine: Names of files of the save that must be in it.
-        faults: Faults that a test injects into the commit.
+    A checkpoint that is reported as lost never appears later. ``mine`` are names of files of the
+    save, which must be in ``storage``.
     """
 
     def __init__(self, storage: Files, mine: Sequence[str], faults: Faults) -> None:
@@ -182,11 +172,8 @@ class _PointOfNoReturn:
         self._is_passed = False
 
     def at(self, point: str) -> None:
-        """Pass a point of the commit.
-
-        Raises:
-            SaveAbortedError: The commit was given up.
-            OSError: A file is gone.
+        """Pass a point of the commit: ``SaveAbortedError`` if the commit was given up, ``OSError``
+        if a file no longer exists.
         """
         # The temporary file is already in the directory: both are in the same one.
         for name in self._mine if point == "publish" else ():
@@ -242,13 +229,8 @@ def unused(
 ) -> Iterator[str]:
     """Names of files that no metadata refers to after the publication; lists them lazily.
 
-    Args:
-        files: The checkpoint's files.
-        metadata_name: Name of the metadata file.
-        publication: The publication.
-        replaced: Names of the replaced checkpoint's files.
-        left: Names of files that ranks of this save made for earlier saves that are over.
-        save_timeout_s: Longest duration of a save.
+    They are files of the replaced checkpoint (``replaced``), files that ranks of this save made for
+    earlier saves that are over (``left``), drafts, and files too old for any save.
     """
     used = publication.files | directories.names_in_use(files.where())
     yield from replaced - used
@@ -256,8 +238,8 @@ def unused(
         names = files.list()
         strangers = unreferenced(files, names, metadata_name) - used - replaced
         yield from strangers & left
-        # Commits of this process to a directory take turns, so none of these is under way in it. A
-        # process whose draft is gone fails cleanly, or makes another one.
+        # Commits of this process to a directory take turns, so none of these is in progress in it.
+        # A process whose draft was deleted fails cleanly, or makes another one.
         yield from filter(is_draft, names)
         rank = metadata_name.removesuffix(METADATA_SUFFIX)  # empty if all ranks saved together
         unknown = sorted(name for name in strangers - left if not rank or f"{rank}_" in name)
@@ -274,12 +256,8 @@ def unused(
 
 
 def unreferenced(files: Files, names: Sequence[str], own: str) -> set[str]:
-    """Names of shard files that no metadata refers to.
-
-    Args:
-        files: The checkpoint's files.
-        names: All their names.
-        own: Name of metadata that do not count.
+    """Names of shard files, among all ``names``, that no metadata refers to; metadata named ``own``
+    does not count. Empty if other metadata may be unreadable.
     """
     strangers = {name for name in names if is_given_to_shards(name)}
     for name in names:
@@ -296,10 +274,8 @@ def remove_unpublished(
 ) -> None:
     """Remove all ranks' files of a save whose metadata was certainly not published.
 
-    Args:
-        directory: In which it would be.
-        names: Those of each rank's files.
-        written: The files and directory of each rank; files elsewhere, or unknown, stay.
+    ``names`` and ``written`` are by rank. Files elsewhere than in ``directory``, or of an unknown
+    place, stay.
     """
     here = {
         name

@@ -94,16 +94,11 @@ class Staging:
     fence: SnapshotFence | None
     timeline: Timeline
     ranks: Membership
-    """The ranks of the call, which the thread that saves no longer sees if their group is gone."""
+    """The ranks of the call; the thread that saves may run after their group was destroyed."""
 
 
 class RankSave:
-    """One rank's part of one save.
-
-    Args:
-        settings: The settings of the writer.
-        staging: The staging that precedes it, if any.
-    """
+    """One rank's part of one save, after its ``staging``, if any."""
 
     def __init__(self, settings: WriterSettings, staging: Staging | None = None) -> None:
         self.settings = settings
@@ -130,11 +125,8 @@ class RankSave:
     # --- planning and writing -------------------------------------------------------------------
 
     def stage(self, state_dict: Mapping[str, Any], ranks: Coordination) -> Any:
-        """Copy a state dict into snapshot memory, as :func:`~nostall._save.stager.stage_for_later`.
-
-        Args:
-            state_dict: The state dict passed to ``dcp.async_save``.
-            ranks: The ranks that save together.
+        """Copy a state dict, passed to ``dcp.async_save``, into snapshot memory, as
+        :func:`~nostall._save.stager.stage_for_later`.
         """
         self.staged_for_next = None
         timeline = Timeline()
@@ -146,12 +138,9 @@ class RankSave:
         return staged.copied
 
     def make_ready(self) -> None:
-        """Make the directory, and check for a checkpoint that must not be replaced.
+        """Make the directory; ``CheckpointExistsError`` if it has a checkpoint not to be replaced.
 
-        Raises:
-            CheckpointExistsError: There is one.
-            WriteError: The directory cannot be made.
-            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
+        ``WriteError`` if it cannot be made; ``SaveTimeoutError`` if storage hangs.
         """
         settings = self.settings
         self._may_replace = make_ready(
@@ -164,11 +153,7 @@ class RankSave:
         )
 
     def prepare(self, plan: SavePlan, resolver: Resolver) -> None:
-        """Resolve and lay out a final plan, for a split save.
-
-        Raises:
-            StagingError: An item could not be resolved.
-        """
+        """Resolve and lay out a split save's final plan; ``StagingError`` if an item cannot be."""
         with self._target(plan) as target:
             prepared = prepare(plan, resolver, target=target, engine=default_engine())
         self.state = SplitSave(prepared)
@@ -180,9 +165,7 @@ class RankSave:
     ) -> None:
         """Prepare a split save of a structure that was saved before.
 
-        Args:
-            known: The reusable part of that save.
-            sources: One per item of the plan: the live tensor, or the bytes.
+        ``sources`` has one entry per item of the plan: the live tensor, or the bytes.
         """
         # Looked up a moment ago on the coordinator: one thread for storage less.
         with self._target(known.share.plan, replaces=self._may_replace) as target:
@@ -197,12 +180,8 @@ class RankSave:
     ) -> KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
 
-        This save sends its results with a token then, to which the next one may refer.
-
-        Args:
-            state_dict: The planned state dict.
-            planner: The planner, which has planned it.
-            last: That of the save before.
+        This save then sends its results with a token, to which the next one may refer. ``last`` is
+        the reusable part of the save before.
         """
         split = self.split
         if split is None:
@@ -225,11 +204,7 @@ class RankSave:
         self.state = Failed(error)
 
     def write_now(self, plan: SavePlan, resolver: Resolver) -> WrittenItems:
-        """Plan and write this rank's share while the caller waits.
-
-        Raises:
-            SaveError: The save failed; the subclass says how.
-        """
+        """Plan and write this rank's share while the caller waits; ``SaveError`` if that fails."""
         self._take_staging()
         prepared, sent_token = self._prepared_by_name(plan, resolver)
         visit = prepared.target.visit
@@ -264,13 +239,10 @@ class RankSave:
         return prepared, resolver.sent_token
 
     def _take_staging(self) -> None:
-        """Adopt the staging's figures, and refuse a copy that failed.
+        """Adopt the staging's figures, and refuse a copy that failed (``StagingError``).
 
         Also if the planner replaced every tensor, so that none leads back to the staged copy.
-
-        Raises:
-            StagingError: The copy failed.
-            RankLostError: The process group was destroyed: each rank would save as if alone.
+        ``RankLostError`` if the process group was destroyed: each rank would save as if alone.
         """
         staging, self._staging, self.staged_for_next = self._staging, None, None
         if staging is None:
@@ -293,13 +265,8 @@ class RankSave:
     def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:
         """The target of a new save, which has failed if the block cannot prepare it.
 
-        Args:
-            plan: This rank's final plan.
-            replaces: Whether the directory may contain a checkpoint; ``None`` to look, unless names
-                are unique.
-
-        Raises:
-            SaveTimeoutError: Storage did not answer within ``save_timeout_s`` seconds.
+        ``replaces`` says whether the directory may contain a checkpoint; ``None`` to look, unless
+        names are unique. ``SaveTimeoutError`` if storage hangs.
         """
         settings, engine, job = self.settings, default_engine(), uuid.uuid4().hex
         directory, options = settings.directory, settings.options
@@ -334,11 +301,7 @@ class RankSave:
             raise
 
     def wait_staged(self, timeout: float | None) -> None:
-        """Return when tensors may be changed.
-
-        Raises:
-            SaveTimeoutError: The copy is not complete after ``timeout`` seconds.
-        """
+        """Return when tensors may be changed; ``SaveTimeoutError`` after ``timeout`` seconds."""
         staging, state = self._staging, self.state  # the thread that saves replaces them
         if staging is not None and staging.fence is not None:
             staging.fence.wait(timeout)
@@ -353,10 +316,8 @@ class RankSave:
         return self.state if isinstance(self.state, SplitSave) else None
 
     def require_over(self) -> None:
-        """Refuse another save of the writer until the results of this one are collected.
-
-        Raises:
-            OptionError: This split save is not finalised yet.
+        """Raise ``OptionError`` if a split save is not finalised yet: its writer begins no other
+        save.
         """
         split = self.split
         if split is None or not split.has_to_run or split.prepared.planned.sources:
@@ -371,9 +332,8 @@ class RankSave:
     def retrieve(
         self, read: Callable[[PreparedSave, RankReport], T]
     ) -> T | _torch.WrappedException | None:
-        """Wait for this rank's report and ``read`` it, or return its failure as DCP wraps it.
-
-        Returns ``None`` if this rank has nothing to write.
+        """Wait for this rank's report and ``read`` it, or return its failure as DCP wraps it;
+        ``None`` if this rank has nothing to write.
         """
         try:
             if isinstance(self.state, Failed):
@@ -397,10 +357,8 @@ class RankSave:
         )
 
     def is_named(self) -> bool:
-        """Whether the checkpoint in the directory has this rank's files, once they are written.
-
-        Raises:
-            SaveTimeoutError: Storage does not answer.
+        """Whether the checkpoint in the directory has this rank's files, once they are written;
+        ``SaveTimeoutError`` if storage hangs.
         """
         names = set() if self.split is None else set(self.split.prepared.files)
         directory, name = self.settings.directory, self.settings.metadata_name

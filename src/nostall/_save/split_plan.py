@@ -69,7 +69,7 @@ class Counted(NamedTuple):
     """Among all saves; ``None`` if this rank has begun one that will not be finalised, or may never
     be scheduled: another rank may not have begun that, and would count otherwise."""
     save_here: SaveId | None = None
-    """Among those to its directory."""
+    """Among the saves to its directory."""
 
 
 class CheckpointMetadataCache(PlanMemory):
@@ -198,7 +198,7 @@ class SaveSession(_torch.DistWrapper):
     ) -> None:
         super().__init__(group, use_dist, coordinator)
         self.ranks = Membership(coordination_of(self))
-        """The ranks that save together; their group may be gone when the save is finalised."""
+        """Ranks that save together; their group may be destroyed before the save is finalised."""
         self.cache: CheckpointMetadataCache | None = None
         self.planner: SavePlanner | None = None
         self.save: SaveId | None = None
@@ -208,7 +208,8 @@ class SaveSession(_torch.DistWrapper):
         self.changed_plan: SavePlan | None = None
         self.reused_plans: list[CompactPlan] | None = None
         """On the coordinator, the plans of all ranks that this save reuses; when it is finalised,
-        the cache may already hold those of a later save."""
+        the cache may already hold a later save's.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +224,7 @@ class _SaveArguments:
     coordination: Coordination
     writer: SplitWriter
     reused: Metadata | None
-    """On the coordinator of a save that is not planned together, that of the last one."""
+    """On the coordinator of a save that is not planned together, the metadata of the last one."""
 
     def fail_later(self, error: BaseException) -> None:
         """Report an error to all ranks when the save is finalised."""
@@ -240,13 +241,9 @@ def plan_save(
 ) -> tuple[Metadata | None, SaveSession]:
     """Plan a save, and prepare the writer's part of it. Collective.
 
-    Counts it before anything can go wrong on this rank alone.
-
-    Returns:
-        The metadata (``None`` except on the coordinator), and the session to finalise it with.
-
-    Raises:
-        CheckpointException: A rank could not plan; raised on every rank.
+    Counts the save before anything can go wrong on this rank alone. Returns the metadata (``None``
+    except on the coordinator), and the session to finalise the save with. ``CheckpointException``
+    on every rank if a rank could not plan.
     """
     directory = writer._rank_save.settings.directory
     counted = Counted() if cache is None else cache.count(directory)
@@ -299,13 +296,8 @@ def _prepare_known(
 ) -> bool:
     """Prepare a save without planning, if the last one had the same planner settings and structure.
 
-    Args:
-        arguments: The save.
-        cache: The cache, with the last save.
-        session: The save's session; its planner is set.
-
-    Returns:
-        Whether the save is prepared, or has failed; if not, it must be planned.
+    Returns whether the save is prepared, or has failed; if not, it must be planned. The session's
+    planner is set.
     """
     known, plans, writer = cache.known, cache.plans, arguments.writer
     if known is None or plans is None or plans.planner != arguments.configuration:

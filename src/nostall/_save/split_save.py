@@ -88,10 +88,8 @@ class BackgroundSave(ABC):
         return RankFailed(rank=self.rank, failure=failure._replace(path=path))
 
     def abort(self, failure: Failure | None = None) -> None:
-        """Cancel the save, within a bounded time; no effect on a save that is over.
-
-        Args:
-            failure: Why; that it was aborted, by default.
+        """Cancel the save, within a bounded time; no effect on a save that is over. Without a
+        ``failure``, the report says that it was aborted.
         """
         self.progress.to(State.ABORTED)  # a snapshot still being taken is not written then
         self.engine.cancel(self.job, self._report if self.was_started else None)
@@ -101,7 +99,7 @@ class BackgroundSave(ABC):
         self._settle(RankFailed(rank=self.rank, failure=failure))
 
     def await_report(self, report: Future[RankReport]) -> RankReport:
-        """A report of this save, once it is there; after ``save_timeout_s``, a failed one."""
+        """A report of this save, once it exists; after ``save_timeout_s``, a failed one."""
         return await_report(
             report,
             rank=self.rank,
@@ -152,7 +150,6 @@ class SplitSave(BackgroundSave):
         super().__init__(rank=target.settings.rank, job=target.job, progress=target.progress)
         self.prepared = prepared
         self.visit = target.visit
-        """Its presence in its directory."""
         self.has_to_run = bool(prepared.planned.share.plan.items)
         """Whether this rank has something to write."""
         if not self.has_to_run:
@@ -250,7 +247,8 @@ class SplitSave(BackgroundSave):
                 try:
                     written = self.submit(staged.result())
                 finally:
-                    # The writer's now; before the report, after which nothing may be under way.
+                    # The snapshot is the writer's now; before the report, after which nothing may
+                    # be in progress.
                     if self._fence is not None:
                         self._fence.leave()
             except BaseException as error:  # becomes the report
@@ -265,17 +263,15 @@ class SplitSave(BackgroundSave):
         try:
             is_written = isinstance(report, RankWritten) and self.progress.to(State.WRITTEN)
             if is_written and (early := self.early) is not None:
-                early.begin()  # before the queue asks whether it is under way
+                early.begin()  # before the queue asks whether it is in progress
         finally:  # also if removing a file fails, for lack of memory, say
             super()._settle(report)
 
     def discard(self, *, is_certain: bool = False) -> None:
-        """Remove this rank's files of a save that will not be committed.
+        """Remove this rank's files of a save that will not be committed, and end it.
 
-        No effect on a save that has ended. The files stay if it may have been committed early.
-
-        Args:
-            is_certain: Whether the coordinator has said that it is not committed.
+        No effect on a save that has ended. The files stay if the save may have been committed
+        early, unless the coordinator has said that it was not: ``is_certain``.
         """
         if self.progress.state in (State.COMMITTED, State.FAILED):
             return
@@ -301,10 +297,8 @@ class SplitSave(BackgroundSave):
     def collect(self) -> RankReport:
         """Wait for the report, and check that the snapshot is consistent. From any thread.
 
-        The results do not count as retrieved.
-
-        Raises:
-            StagingError: Tensors were changed without waiting for the snapshot.
+        The results do not count as retrieved. ``StagingError`` if tensors were changed without
+        waiting for the snapshot.
         """
         with self._collecting:
             if self.collected is None:

@@ -49,10 +49,8 @@ from nostall.errors import NostallError, SaveAbortedError, StagingError
 def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False) -> Snapshot:
     """Take the snapshot; when this returns, the trainer may change any tensor.
 
-    Raises:
-        SaveTimeoutError: Earlier saves still hold all snapshot memory.
-        ReservationError: There is not enough host memory.
-        StagingError: A copy failed.
+    ``SaveTimeoutError`` if earlier saves still hold all snapshot memory; ``ReservationError`` if
+    there is not enough host memory; ``StagingError`` if a copy failed.
     """
     prepared.target.progress.to(State.STAGING)
     with prepared.target.timeline.measure("stage"):
@@ -67,7 +65,7 @@ def stage_in_background(
     """Take the snapshot during training; no tensor may be changed before a wait for the fence."""
     _require_unstaged(prepared)
     prepared.target.progress.to(State.STAGING)
-    # The thread refers to this only.
+    # The thread refers to this only, which has no tensors.
     bare = replace(prepared, planned=replace(prepared.planned, sources=()))
 
     def begin(sources: list[torch.Tensor | bytes], after: Marks) -> tuple[Snapshot, Copies]:
@@ -232,15 +230,7 @@ def write_in_background(
     target: SaveTarget,
     engine: Engine,
 ) -> Future[RankReport]:
-    """Write in the writer process; in a thread if callables cannot be pickled.
-
-    Releases the snapshot.
-
-    Args:
-        snapshot: The rank's images.
-        target: The target of the save.
-        engine: The engine with the writer process.
-    """
+    """Write in the writer process, or a thread for unpicklable callables; releases the snapshot."""
     target.progress.to(State.STAGED)
     stream: bytes | None = None
     if target.settings.stream is not None:
@@ -271,10 +261,7 @@ def in_thread(
 ) -> Future[RankReport]:
     """Write in a new thread, which is abandoned if storage hangs. It owns all that ``write`` holds.
 
-    Args:
-        write: Receives an event that is set when the save is given up.
-        target: The target of the save.
-        engine: The engine whose ``cancel`` sets the event.
+    ``write`` receives an event, which ``engine.cancel`` sets when the save is given up.
     """
     future: Future[RankReport] = Future()
     future.set_running_or_notify_cancel()
@@ -305,13 +292,8 @@ def job_of(
 ) -> WriteJob:
     """The job that writes a rank's files, or one wave of them.
 
-    Args:
-        layout: The files.
-        target: The target of the save.
-        engine: The engine, with the options for writing.
-        wave: Number of the wave.
-        block: Identifier of the arena block that holds the images.
-        stream: Pickle of the user's callables.
+    ``block`` identifies the arena block that holds the images; ``stream`` is a pickle of the user's
+    callables.
     """
     settings = target.settings
     needs_packages = stream is not None or is_address(settings.directory) or target.faults

@@ -1,9 +1,9 @@
 """Staging before planning, as in ``dcp.async_save``: copy the state dict, then use the copy.
 
-:func:`stage_for_later` copies tensors to their places in the file image: those of the last save of
-the structure, or of a plan that this rank makes alone. Then :func:`take_over` finds the image
-complete. If it is not, since other ranks write some of the items, the copy is written like live
-tensors, and its places are kept for the next save.
+:func:`stage_for_later` copies tensors to their places in the file image, as in the last save of the
+structure, or in a plan that this rank makes alone. Then :func:`take_over` finds the image complete.
+If it is not, since other ranks write some of the items, the copy is written like live tensors, and
+its places are kept for the next save.
 """
 
 from __future__ import annotations
@@ -64,22 +64,12 @@ def stage_for_later(
     *,
     rank: int | None,
 ) -> Staged:
-    """Copy a state dict into snapshot memory, if possible to its places in the image.
+    """Copy a state dict into snapshot memory, if possible to its places in the image; with
+    overlapped staging, during training.
 
-    Args:
-        state_dict: The state dict passed to ``dcp.async_save``.
-        engine: The engine whose memory to copy to.
-        timeline: Receives the duration.
-        settings: Those of the writer; with overlapped staging, the copy is made during training.
-        rank: This rank, if others save with it: a failure here must fail the save there, too.
-
-    Returns:
-        The copy. If it failed and there are other ranks, an object in its place that fails the save
-        on every rank, with one of the errors below.
-
-    Raises:
-        SaveTimeoutError: Earlier saves still hold all snapshot memory.
-        ReservationError: There is not enough host memory.
+    ``rank`` is this rank if others save with it. Then a failed copy is replaced by an object that
+    fails the save on every rank; with ``None`` the error is raised, such as ``SaveTimeoutError``
+    (earlier saves still hold all snapshot memory) or ``ReservationError`` (not enough host memory).
     """
     try:
         if settings.options.staging == "overlapped":
@@ -197,9 +187,7 @@ def _substitute(
 
 def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
     """The snapshot of staged items that are in their places; ``None`` for other items.
-
-    Raises:
-        StagingError: The stager's copy cannot be used.
+    ``StagingError`` if the stager's copy cannot be used.
     """
     lease = _stager_lease(prepared, engine)
     if lease is None:

@@ -35,12 +35,9 @@ def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
     """Write a rank's share while the caller, and with it the trainer, waits.
 
     Takes a snapshot if it needs no more memory than the ring, or if chunks cannot be made one by
-    one: from tensors on an accelerator, and for the user's own streams.
-
-    Raises:
-        SaveTimeoutError: Earlier saves still hold all snapshot memory.
-        ReservationError: There is not enough host memory.
-        StagingError: A copy failed.
+    one: from tensors on an accelerator, and for the user's own streams. ``SaveTimeoutError`` if
+    earlier saves still hold all snapshot memory; ``ReservationError`` if there is not enough host
+    memory; ``StagingError`` if a copy failed.
     """
     # Not waited for: the stager's lease, still held if the planner replaced all staged tensors.
     beyond_limit = engine.arena.anything_labelled

@@ -35,16 +35,11 @@ _log = logging.getLogger("nostall")
 
 
 def require_written(prepared: PreparedSave, report: RankReport) -> list[FileReceipt]:
-    """A rank's receipts, in layout order.
+    """A rank's receipts, in layout order; ``prepared`` is the save :func:`as_written`.
 
-    Args:
-        prepared: The save :func:`as_written`.
-        report: The rank's report.
-
-    Raises:
-        SaveError: The rank failed; the subclass says how.
-        IncompleteSaveError: A file has no receipt.
-        WriteError: A file no longer exists.
+    ``SaveError`` if the rank failed (the subclass says how); ``IncompleteSaveError`` if a file has
+    no receipt; ``WriteError`` if the first file, unless a user's stream wrote it, is missing or
+    changed.
     """
     if isinstance(report, RankFailed):
         raise error_of(report, job=prepared.target.job)
@@ -84,15 +79,10 @@ def as_written(prepared: PreparedSave, report: RankReport) -> PreparedSave:
 
 
 def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:
-    """DCP's results for a rank's report, exactly one per planned item.
+    """DCP's results for a rank's report; ``prepared`` is the save :func:`as_written`.
 
-    Args:
-        prepared: The save :func:`as_written`.
-        report: The rank's report.
-
-    Raises:
-        SaveError: As :func:`require_written`.
-        IncompleteSaveError: Items and results do not match.
+    Exactly one per planned item, or ``IncompleteSaveError``; other errors as
+    :func:`require_written`.
     """
     receipts = require_written(prepared, report)
     extents = [receipt.extents for receipt in receipts]
@@ -139,13 +129,8 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
 class WrittenItems(list[WriteResult]):
     """DCP's results of one rank and its files, sent to the coordinator together.
 
-    Args:
-        results: The results. As columns they are not in the list.
-        written: The rank's files.
-        token: Identifies results that a later save may refer to.
-        files: Names of the files of the items.
-        are_sent: Whether the coordinator has received the results before: then a reference to them
-            is sent.
+    Results as columns are not in the list. A later save may refer to results with a ``token``. If
+    ``are_sent``, the coordinator has received them before, and gets a reference to them.
     """
 
     # The coordinator gets thousands: without dictionaries there is less to collect.
@@ -189,14 +174,7 @@ def written_items(
     prepared: PreparedSave,
     sent_token: str | None,
 ) -> WrittenItems:
-    """Results that the coordinator keeps.
-
-    Args:
-        results: The results.
-        written: The rank's files.
-        prepared: The save.
-        sent_token: The token of this rank's results that the coordinator has.
-    """
+    """Results that the coordinator keeps; it has results of this rank with the ``sent_token``."""
     token = None if prepared.known is None else prepared.known.token
     are_sent = token is not None and token == sent_token
     # Without a token, the metadata is another planner's, which may have read the list.

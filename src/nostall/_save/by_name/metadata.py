@@ -21,14 +21,7 @@ from nostall.errors import ReadError
 
 
 def send_as_note(metadata: Metadata, directory: str, name: str, save_id: str) -> None:
-    """Let published metadata be sent as a note, once.
-
-    Args:
-        metadata: The object that ``dcp.save`` sends next.
-        directory: That of the checkpoint.
-        name: The name of the metadata file.
-        save_id: That of the save.
-    """
+    """Let published metadata, which ``dcp.save`` sends next, be sent as a note, once."""
 
     def reduce_once(_protocol: Any) -> Any:
         del metadata.__reduce_ex__
@@ -43,11 +36,8 @@ def _received(directory: str, name: str, save_id: str) -> LazyMetadata:
 
 
 def _read(directory: str, name: str, save_id: str) -> dict[str, Any]:
-    """The attributes of published metadata.
-
-    Raises:
-        ReadError: They cannot be read, or are those of a later save.
-        SaveTimeoutError: Storage did not answer in time.
+    """The attributes of published metadata; ``ReadError`` if they cannot be read, or are those of a
+    later save; ``SaveTimeoutError`` if storage hangs.
     """
     storage = storage_at(directory)
     path = storage.where(name)

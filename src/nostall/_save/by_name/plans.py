@@ -67,9 +67,7 @@ def _received(columns: PlanColumns) -> SavePlan:
 class ItemsInColumns(Sequence[WriteItem]):
     """Items of a plan that was sent; made while somebody looks at them, a user's writer, say.
 
-    Args:
-        columns: The local plan.
-        share: What turns it into a final plan, if it is one.
+    With a ``share``, they are the items of the final plan that it makes of the local one.
     """
 
     def __init__(self, columns: PlanColumns, share: Share | None = None) -> None:
@@ -163,7 +161,7 @@ class RankPlans:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, KnownPlan | None] = OrderedDict()
-        """With those that this rank cannot recognise: ranks and coordinator forget together."""
+        """Includes plans that this rank cannot recognise: ranks and coordinator forget together."""
         self._unanswered: set[str] = set()
         self._lock = threading.Lock()
 
@@ -221,9 +219,9 @@ class NamedGlobalPlan:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Guards the results."""
     is_committed: bool = False
-    """Whether a save by it was: then it is known which ranks could learn their part."""
+    """Whether a save by it was committed: then it is known which ranks could learn their part."""
     has_failed: bool = False
-    """Whether one could not be committed: the next one is planned anew."""
+    """Whether a save by it could not be committed: the next one is planned anew."""
 
     def metadata_to_complete(self) -> Metadata:
         """Metadata for a save by this plan, of which others may change the entries."""
@@ -254,7 +252,7 @@ class CoordinatorPlans:
 
     def __init__(self) -> None:
         self._kept: dict[int, OrderedDict[str, NamedGlobalPlan]] = defaultdict(OrderedDict)
-        """By the number of ranks: this process may also save alone, as its own coordinator."""
+        """By number of ranks: this process may also save alone, as its own coordinator."""
         self._lock = threading.Lock()
 
     def answer(
@@ -264,12 +262,8 @@ class CoordinatorPlans:
     ) -> tuple[list[SavePlan], NamedGlobalPlan]:
         """The answers to all ranks, and the global plan that they belong to; see :meth:`keep`.
 
-        Args:
-            plans: The plans and questions of all ranks.
-            make: Makes the global plan and its metadata from whole plans.
-
-        Raises:
-            SaveError: A rank asks for a plan that is not known here.
+        ``make`` makes the global plan and its metadata from whole plans. ``SaveError`` if a rank
+        asks for a plan that is not known here.
         """
         known = self._common(plans)
         if known is not None:
@@ -356,7 +350,7 @@ class GroupPlans:
 
 _of_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupPlans] = weakref.WeakKeyDictionary()
 _alone = GroupPlans()
-"""Without any process group."""
+"""Plans without any process group."""
 _lock = threading.Lock()
 
 
