@@ -1,1 +1,1 @@
-"""From all ranks' write results to a published checkpoint."""
+"""Metadata of a checkpoint: collected from all ranks, published, read back, compared with files."""

@@ -1,1 +1,1 @@
-"""Checkpoint files on a POSIX file system: written, read back and removed, with deadlines."""
+"""Checkpoint files, in directories and object stores: written, read back, removed, with deadlines."""
