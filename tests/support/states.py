@@ -69,38 +69,40 @@ def schedule(
     return queue.schedule_async_request(request)
 
 
+def save_now(path: Path, state: dict[str, Any], **options: Any) -> None:
+    """One save by ``dcp.save``."""
+    dcp.save(state, storage_writer=FileSystemWriterAsync(path, **options), no_dist=True)
+
+
 def save_async(writer: FileSystemWriterAsync, state: dict[str, Any]) -> None:
     """One save by ``dcp.async_save``, waited for."""
     response = dcp.async_save(state, storage_writer=writer, no_dist=True)
     upload = response if isinstance(response, Future) else response.upload_completion
-    upload.result()
+    upload.result(60)
 
 
-def _save_split(path: Path, state: dict[str, Any], **options: Any) -> None:
-    queue = AsyncCallsQueue()
-    try:
-        path.mkdir(parents=True)
+def save_in_background(path: Path, state: dict[str, Any], **options: Any) -> None:
+    """The same, by a writer with these options."""
+    save_async(FileSystemWriterAsync(path, **options), state)
+
+
+def save_split(path: Path, state: dict[str, Any], **options: Any) -> None:
+    """One split save through a queue of its own."""
+    with AsyncCallsQueue() as queue:
         schedule(queue, path, state, **options)
-        queue.maybe_finalize_async_calls(blocking=True)
-    finally:
-        queue.close(abort=True)
 
 
-WAYS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
-    "dcp.save": lambda path, state: dcp.save(
-        state, storage_writer=FileSystemWriterAsync(path), no_dist=True
-    ),
-    "dcp.async_save": lambda path, state: save_async(FileSystemWriterAsync(path), state),
-    "dcp.async_save, staged in place": lambda path, state: save_async(
-        FileSystemWriterAsync(path), state
-    ),
-    "dcp.async_save, overlapped": lambda path, state: save_async(
-        FileSystemWriterAsync(path, staging="overlapped"), state
-    ),
-    "split": _save_split,
-    "split, overlapped": lambda path, state: _save_split(path, state, staging="overlapped"),
+WAYS: dict[str, Callable[..., None]] = {
+    "dcp.save": save_now,
+    "dcp.async_save": save_in_background,
+    "dcp.async_save, staged in place": save_in_background,
+    "dcp.async_save, overlapped": partial(save_in_background, staging="overlapped"),
+    "split": save_split,
+    "split, overlapped": partial(save_split, staging="overlapped"),
 }
 """Every way to save, in an order: ``dcp.async_save`` stages a second save in place."""
+PLAIN_WAYS = {"save": save_now, "async_save": save_in_background, "split save": save_split}
+"""One of each kind."""
 
 
 def save_stock_way(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import sys
 import threading
@@ -10,8 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import nostall
 from nostall.options import EngineOptions
@@ -20,63 +23,104 @@ DEADLINE_S = 60.0
 SOON_S = 20.0
 
 
-class HangingOs:
-    """``os`` for ``_storage.posix``, on storage that does not answer one kind of call for a while.
+class _OneCallOs:
+    """``os`` for ``_storage.posix``, but for calls of one function.
 
-    Args:
-        operation: Which function of ``os``.
-        part: What is in the paths, or in those behind the descriptors, for which it hangs.
+    Where ``part`` is in the path, or in that behind the descriptor.
     """
 
     def __init__(self, operation: str, part: str = "") -> None:
-        self._operation = operation
-        self._part = part
+        self._operation, self._part = operation, part
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        return partial(self._call, real) if name == self._operation else real
+
+    def _call(self, real: Any, target: Any, *arguments: Any, **options: Any) -> Any:
+        path = path_of(target)
+        if (inside := options.get("dir_fd")) is not None:
+            path = f"{os.readlink(f'/proc/self/fd/{inside}')}/{path}"
+        call = partial(real, target, *arguments, **options)
+        return self._meant(call, path) if self._part in path else call()
+
+    def _meant(self, call: Callable[[], Any], path: str) -> Any:
+        raise NotImplementedError
+
+
+class HangingOs(_OneCallOs):
+    """Storage that does not answer for a while."""
+
+    def __init__(self, operation: str, part: str = "") -> None:
+        super().__init__(operation, part)
         self._answers = threading.Event()
         self.is_reached = threading.Event()
         """A thread waits for the answer, or has."""
 
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        return self._hang if name == self._operation else real
-
-    def _hang(self, target: str | int, *arguments: Any, **options: Any) -> Any:
-        path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else target
-        if (inside := options.get("dir_fd")) is not None:
-            path = f"{os.readlink(f'/proc/self/fd/{inside}')}/{path}"
-        if self._part in path:
-            self.is_reached.set()
-            assert self._answers.wait(DEADLINE_S)
-        return getattr(os, self._operation)(target, *arguments, **options)
+    def _meant(self, call: Callable[[], Any], path: str) -> Any:
+        self.is_reached.set()
+        assert self._answers.wait(DEADLINE_S)
+        return call()
 
     def answer(self) -> None:
         """Let all calls end."""
         self._answers.set()
 
 
-class AwayOs:
-    """``os`` while a server does not know some files for a moment."""
+class AwayOs(_OneCallOs):
+    """Storage that answers with an error, so often, after it has done what was asked or not."""
 
-    def __init__(self, operation: str, part: str) -> None:
-        self._operation = operation
-        self._part = part
+    def __init__(
+        self,
+        operation: str,
+        part: str = "",
+        *,
+        code: int = errno.ESTALE,
+        times: int = 1 << 30,
+        is_done: bool = False,
+    ) -> None:
+        super().__init__(operation, part)
+        self._code, self._times, self._is_done = code, times, is_done
 
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        return self._refuse if name == self._operation else real
+    def _meant(self, call: Callable[[], Any], path: str) -> Any:
+        self._times -= 1
+        result = call() if self._is_done or self._times < 0 else None
+        if self._times >= 0:
+            raise OSError(self._code, os.strerror(self._code), path)
+        return result
 
-    def _refuse(self, path: Any, *arguments: Any) -> Any:
-        if self._part in str(path):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-        return getattr(os, self._operation)(path, *arguments)
+
+def path_of(target: Any) -> str:
+    """A path, or that of a descriptor."""
+    return os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)
+
+
+def is_direct(fd: int, *_: object) -> bool:
+    """Whether a descriptor reads and writes past the page cache."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+@contextmanager
+def refusing(
+    module: Any, name: str, is_meant: Callable[..., bool], code: int = errno.EINVAL
+) -> Iterator[list[str]]:
+    """A block in which such calls of a function fail; the paths of those that did."""
+    refused: list[str] = []
+    real = getattr(module, name)
+
+    def call(target: Any, *arguments: Any) -> Any:
+        if is_meant(target, *arguments):
+            refused.append(path_of(target))
+            raise OSError(code, os.strerror(code))
+        return real(target, *arguments)
+
+    with patch.object(module, name, call):
+        yield refused
 
 
 class RememberingOs:
     """``os`` of a host with NFS that remembers of some files that they do not exist.
 
-    Until it lists their directory: that asks the server.
-
-    Args:
-        part: What is in their paths.
+    Until it lists their directory: that asks the server. ``part`` is in their paths.
     """
 
     def __init__(self, part: str) -> None:
