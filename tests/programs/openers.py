@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from types import TracebackType
 from typing import IO, Any
 
 from typing_extensions import Self
@@ -39,12 +38,7 @@ class Upload:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stream.close()
 
 

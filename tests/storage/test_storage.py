@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 from unittest.mock import patch
@@ -22,17 +22,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader
-from torch.distributed.checkpoint._extension import ExtensionRegistry
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall import _torch
-from nostall._engine import default_engine
-from nostall._model.jobs import FileImage, RankFailed, RankReport, RankWritten, SealTable, WriteJob
+from nostall._model.jobs import FileImage, RankFailed, RankWritten, SealTable, WriteJob
 from nostall._model.names import is_draft
 from nostall._save.split_save import SplitSave
 from nostall._storage import posix
-from nostall._storage.posix import PosixStorage
 from nostall._writer.files import perform
 from nostall._writer.shared import WholeImage
 from nostall.core import AsyncCallsQueue
@@ -52,7 +50,19 @@ from programs.openers import (
 from programs.streams import Zlib
 from support.faults import Fault, Hold, inject, writer_pids
 from support.points import Planned
-from support.states import blobs, read_metadata, save_stock_way, schedule, small_state
+from support.states import (
+    PLAIN_WAYS,
+    blobs,
+    read_metadata,
+    save_in_background,
+    save_now,
+    save_split,
+    save_stock_way,
+    schedule,
+    shard_files,
+    small_state,
+)
+from support.waiting import AwayOs, is_direct, refusing
 
 DEADLINE_S = 60.0
 PAGE = 4096
@@ -65,43 +75,9 @@ def odd_state(seed: int = 0) -> dict[str, Any]:
     return state
 
 
-def save(path: Path, state: dict[str, Any], **options: Any) -> None:
-    dcp.save(state, storage_writer=FileSystemWriterAsync(path, **options))
-
-
-def split_save(path: Path, state: dict[str, Any], **options: Any) -> None:
-    with AsyncCallsQueue() as queue:
-        schedule(queue, path, state, **options)
-
-
-def async_save(path: Path, state: dict[str, Any], **options: Any) -> None:
-    future = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path, **options))
-    assert isinstance(future, Future)
-    future.result(DEADLINE_S)
-
-
-WAYS = {"save": save, "split save": split_save, "async_save": async_save}
-
-
 def stock(path: Path, state: dict[str, Any]) -> dict[Any, bytes]:
     dcp.save(state, storage_writer=FileSystemWriter(path))
     return blobs(path)
-
-
-def report_of(path: Path, state: dict[str, Any], **options: Any) -> Callable[[], RankReport]:
-    """Start a split save by hand; returns a function that gives its finalised report."""
-    writer = FileSystemWriterAsync(path, **options)
-    planned = save_state_dict_async_plan(state, writer)
-    save_fn, preload_fn, _ = writer.get_save_function_and_args()
-    assert isinstance(save_fn, SplitSave)
-    report = save_fn.start(preload_fn())
-
-    def finish() -> RankReport:
-        ended = report.result(DEADLINE_S)
-        save_state_dict_async_finalize(*planned)
-        return ended
-
-    return finish
 
 
 def as_a_closure(open_file: Callable[..., Any]) -> Callable[..., Any]:
@@ -134,8 +110,7 @@ def takes_direct_io(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("takes_direct_io")
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 def test_direct_io_is_used_where_it_is_taken_and_not_switched_off(
-    tmp_path: Path,
-    direct: bool,  # noqa: FBT001  # a parameter of the test
+    tmp_path: Path, *, direct: bool
 ) -> None:
     """The writer's open descriptor carries O_DIRECT, or not if ``direct_io=False``."""
     nostall.configure(EngineOptions(direct_io=direct))
@@ -150,80 +125,36 @@ def test_direct_io_is_used_where_it_is_taken_and_not_switched_off(
     assert bool(int(flags, 8) & os.O_DIRECT) is direct
 
 
-@pytest.fixture
-def in_memory_directory() -> Iterator[Path]:
-    """A directory on tmpfs, where every Linux has one."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_checkpoint_on_tmpfs_is_the_one_on_disk(
-    way: Callable[..., None], in_memory_directory: Path, tmp_path: Path
-) -> None:
-    """Byte for byte, and once more over the first one."""
-    for seed in (1, 2):
-        way(in_memory_directory / "saved", odd_state(seed))
-        way(tmp_path / "saved", odd_state(seed))
-        assert blobs(in_memory_directory / "saved") == blobs(tmp_path / "saved")
-
-
-def _refusing_flag(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Refuse the flag, like a file system without direct I/O."""
-    refused = []
-    real = fcntl.fcntl
-
-    def refuse(fd: int, command: int, flags: int = 0) -> int:
-        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
-            refused.append(os.readlink(f"/proc/self/fd/{fd}"))
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(fd, command, flags)
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
-    return refused
-
-
-def _refusing_write(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Refuse direct writes, but not the flag, like some file systems; returns the refused paths."""
-    refused = []
-    real = os.pwrite
-
-    def refuse(fd: int, piece: Any, offset: int) -> int:
-        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
-            refused.append(os.readlink(f"/proc/self/fd/{fd}"))
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return real(fd, piece, offset)
-
-    monkeypatch.setattr(os, "pwrite", refuse)
-    return refused
+def _sets_direct(_: int, command: int, flags: int = 0) -> bool:
+    return command == fcntl.F_SETFL and bool(flags & os.O_DIRECT)
 
 
 @pytest.mark.usefixtures("takes_direct_io")
-@pytest.mark.parametrize("refuse", [_refusing_flag, _refusing_write], ids=["flag", "write"])
+@pytest.mark.parametrize(
+    ("module", "name", "is_refused"),
+    [(fcntl, "fcntl", _sets_direct), (os, "pwrite", is_direct)],
+    ids=["flag", "write"],
+)
 @pytest.mark.parametrize("chunk_nbytes", [PAGE, 8 << 20], ids=["many chunks", "one chunk"])
 def test_a_file_system_that_refuses_direct_io_gets_the_same_files(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    refuse: Callable[[pytest.MonkeyPatch], list[str]],
-    chunk_nbytes: int,
+    tmp_path: Path, module: Any, name: str, is_refused: Callable[..., bool], chunk_nbytes: int
 ) -> None:
     """A file for which direct writes are refused goes through the page cache, the same to the byte.
 
     Refused with EINVAL: the flag, or a write, by one thread or several at once.
     """
     nostall.configure(EngineOptions(chunk_nbytes=chunk_nbytes))
-    save(tmp_path / "direct", odd_state(), thread_count=2)
-    refused = refuse(monkeypatch)
-    save(tmp_path / "refused", odd_state(), thread_count=2)
-    for name in ("__0_0.distcp", "__0_1.distcp"):
-        assert str(tmp_path / "refused" / name) in refused
-        written = (tmp_path / "refused" / name).read_bytes()
-        assert written == (tmp_path / "direct" / name).read_bytes()
+    save_now(tmp_path / "direct", odd_state(), thread_count=2)
+    with refusing(module, name, is_refused) as refused:
+        save_now(tmp_path / "refused", odd_state(), thread_count=2)
+    for file in ("__0_0.distcp", "__0_1.distcp"):
+        assert str(tmp_path / "refused" / file) in refused
+        written = (tmp_path / "refused" / file).read_bytes()
+        assert written == (tmp_path / "direct" / file).read_bytes()
 
 
-@pytest.mark.parametrize("thread_count", [1, 3])
 def test_what_goes_through_the_page_cache_is_written_from_front_to_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread_count: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One write of a file at a time, in order, as file systems in user space or networks prefer."""
     nostall.configure(EngineOptions(direct_io=False, chunk_nbytes=PAGE, io_threads=12))
@@ -235,53 +166,36 @@ def test_what_goes_through_the_page_cache_is_written_from_front_to_back(
 
     monkeypatch.setattr(os, "pwrite", record)
     state = {f"{number}": torch.full((100_000,), float(number)) for number in range(6)}
-    save(tmp_path / "saved", state, thread_count=thread_count)
+    save_now(tmp_path / "saved", state, thread_count=3)
     shards = [writes for path, writes in written.items() if path.endswith(".distcp")]
-    assert len(shards) == thread_count
+    assert len(shards) == 3
     for writes in shards:
         assert len(writes) > 100
         ends = [offset + nbytes for offset, nbytes in writes]
         assert [offset for offset, _ in writes] == [0, *ends[:-1]]
 
 
-def test_memory_that_the_device_does_not_take_is_written_through_the_page_cache(
-    tmp_path: Path,
-) -> None:
-    """A real refusal by the kernel, for memory that is not aligned, is no error either.
-
-    From then on the file is written through the page cache, and a last piece shorter than a page is
-    exact.
-    """
-    content = bytes(range(256)) * 40 + b"the end"
-    memory = mmap.mmap(-1, 4 * PAGE)
-    memory[1 : 1 + len(content)] = content
-    image = memoryview(memory)[1 : 1 + 3 * PAGE]
-    files = PosixStorage(str(tmp_path), direct=True)
-    file = files.put("file", len(content), on_created=lambda _: None)
-    for begin in range(0, len(content), PAGE):
-        file.write(image, begin, min(begin + PAGE, len(content)))
-    file.finish()
-    file.close()
-    assert (tmp_path / "file").read_bytes() == content
+@pytest.fixture(params=["disk", "tmpfs"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A directory on disk, or on tmpfs, where every Linux has one."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
+        yield tmp_path if request.param == "disk" else Path(in_memory)
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", PLAIN_WAYS.values(), ids=PLAIN_WAYS)
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "buffered"])
 @pytest.mark.parametrize("chunk_nbytes", [PAGE, 8 << 20], ids=["many chunks", "one chunk"])
 def test_files_end_where_their_last_item_does(
-    tmp_path: Path,
-    way: Callable[..., None],
-    direct: bool,  # noqa: FBT001  # a parameter of the test
-    chunk_nbytes: int,
+    place: Path, way: Callable[..., None], *, direct: bool, chunk_nbytes: int
 ) -> None:
     """A length that is no multiple of the page size is exact, and the file is stock's."""
     nostall.configure(EngineOptions(direct_io=direct, chunk_nbytes=chunk_nbytes))
-    way(tmp_path / "saved", odd_state())
-    save_stock_way(tmp_path / "stock", odd_state())
-    content = (tmp_path / "saved" / "__0_0.distcp").read_bytes()
-    assert content == (tmp_path / "stock" / "__0_0.distcp").read_bytes()
+    way(place / "saved", odd_state())
+    save_stock_way(place / "stock", odd_state())
+    content = (place / "saved" / "__0_0.distcp").read_bytes()
+    assert content == (place / "stock" / "__0_0.distcp").read_bytes()
     assert len(content) % PAGE
-    infos = read_metadata(tmp_path / "saved").storage_data.values()
+    infos = read_metadata(place / "saved").storage_data.values()
     assert max(info.offset + info.length for info in infos) == len(content)
 
 
@@ -304,7 +218,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_everything_is_durable_before_what_refers_to_it(tmp_path: Path, synced: list[str]) -> None:
     """Shard files, their directory, its name and temporary metadata, then the directory again."""
-    save(tmp_path / "saved", odd_state(), thread_count=2)
+    save_now(tmp_path / "saved", odd_state(), thread_count=2)
     assert sorted(synced[:2]) == ["__0_0.distcp", "__0_1.distcp"]
     assert synced[2] == synced[-1] == "saved"
     temporary, parent = sorted(synced[3:-1])
@@ -314,21 +228,26 @@ def test_everything_is_durable_before_what_refers_to_it(tmp_path: Path, synced: 
 
 def test_nothing_is_synced_with_sync_files_off(tmp_path: Path, synced: list[str]) -> None:
     """``sync_files=False`` waits for no device, neither for shard files nor for the metadata."""
-    save(tmp_path / "saved", odd_state(), sync_files=False, thread_count=2)
-    save(tmp_path / "streamed", odd_state(), sync_files=False, open_file=as_a_closure(Upload))
+    save_now(tmp_path / "saved", odd_state(), sync_files=False, thread_count=2)
+    save_now(tmp_path / "streamed", odd_state(), sync_files=False, open_file=as_a_closure(Upload))
     assert synced == []
     assert blobs(tmp_path / "saved") == blobs(tmp_path / "streamed")
 
 
 @pytest.mark.parametrize("sync_files", [True, False])
-def test_receipts_tell_whether_files_are_durable(
-    tmp_path: Path,
-    sync_files: bool,  # noqa: FBT001  # a parameter of the test
-) -> None:
-    """The writer process gets ``sync_files``, and its receipts say what it did."""
-    report = report_of(tmp_path / "saved", odd_state(), sync_files=sync_files, thread_count=2)()
+def test_receipts_tell_what_the_writer_process_did(tmp_path: Path, *, sync_files: bool) -> None:
+    """It gets ``sync_files``, and one thread writes one file after the other."""
+    nostall.configure(EngineOptions(io_threads=1))
+    writer = FileSystemWriterAsync(tmp_path / "saved", sync_files=sync_files, thread_count=2)
+    planned = save_state_dict_async_plan(odd_state(), writer)
+    save_fn, preload_fn, _ = writer.get_save_function_and_args()
+    assert isinstance(save_fn, SplitSave)
+    report = save_fn.start(preload_fn()).result(DEADLINE_S)
+    save_state_dict_async_finalize(*planned)
     assert isinstance(report, RankWritten)
-    assert [receipt.fsynced for receipt in report.receipts] == [sync_files, sync_files]
+    first, second = sorted(report.receipts, key=lambda receipt: receipt.started_s)
+    assert first.fsynced is second.fsynced is sync_files
+    assert second.started_s >= first.finished_s
 
 
 @pytest.fixture
@@ -340,45 +259,44 @@ def umask() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("umask")
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", PLAIN_WAYS.values(), ids=PLAIN_WAYS)
 @pytest.mark.parametrize("options", [{}, {"open_file": Upload}], ids=["images", "streams"])
 def test_files_get_the_permissions_that_the_umask_leaves(
     tmp_path: Path, way: Callable[..., None], options: dict[str, Any]
 ) -> None:
-    """Shard files and metadata are as readable as the user's other files, in every way."""
+    """Shard files and metadata are as readable as the user's other files, in every way.
+
+    A stream needs no descriptor: one that can be written, flushed and closed is enough.
+    """
     way(tmp_path / "saved", odd_state(), **options)
     modes = {
-        name: stat.S_IMODE((tmp_path / "saved" / name).stat().st_mode)
-        for name in os.listdir(tmp_path / "saved")
+        file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "saved").iterdir()
     }
     assert modes == {".metadata": 0o640, "__0_0.distcp": 0o640}
+    assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
 
 
 # --- the user's own callables ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("way", "here"),
-    [(save, True), (split_save, False), (async_save, False)],
-    ids=WAYS,
-)
+@pytest.mark.parametrize("way", PLAIN_WAYS.values(), ids=PLAIN_WAYS)
 def test_a_users_own_open_is_called_for_every_shard_file(
-    tmp_path: Path,
-    way: Callable[..., None],
-    here: bool,  # noqa: FBT001  # a parameter of the test
+    tmp_path: Path, way: Callable[..., None]
 ) -> None:
     """An importable ``open_file`` opens all files, and what it stores is what stock stores.
 
-    In the writer process unless the save is synchronous.
+    In one process, the writer process unless the save is synchronous: ``is_multiproc_io``, an
+    option of other writers, changes nothing.
     """
-    way(tmp_path / "saved", odd_state(), thread_count=3, open_file=open_and_sign)
+    options: dict[str, Any] = {"thread_count": 3, "is_multiproc_io": True}
+    way(tmp_path / "saved", odd_state(), open_file=open_and_sign, **options)
     assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
     signed = {path.name: int(path.read_text()) for path in (tmp_path / "saved").glob("*.opened-by")}
     assert sorted(signed) == [f"__0_{number}.distcp.opened-by" for number in range(3)]
-    assert set(signed.values()) == ({os.getpid()} if here else set(writer_pids()))
+    assert set(signed.values()) == ({os.getpid()} if way is save_now else set(writer_pids()))
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", PLAIN_WAYS.values(), ids=PLAIN_WAYS)
 def test_an_open_that_cannot_travel_is_called_in_the_trainer(
     tmp_path: Path, way: Callable[..., None]
 ) -> None:
@@ -413,14 +331,7 @@ def test_a_save_through_a_closure_does_not_stall_the_trainer(tmp_path: Path) -> 
     assert blobs(tmp_path / "saved") == expected
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_a_stream_need_not_have_a_descriptor(tmp_path: Path, way: Callable[..., None]) -> None:
-    """A stream that can be written, flushed and closed is enough, as an upload is."""
-    way(tmp_path / "saved", odd_state(), open_file=Upload)
-    assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("way", PLAIN_WAYS.values(), ids=PLAIN_WAYS)
 @pytest.mark.parametrize(
     ("open_file", "code"),
     [
@@ -443,46 +354,37 @@ def test_an_error_of_the_users_storage_is_a_write_error(
     assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_stream_extensions_are_undone_by_stock_readers(
-    tmp_path: Path, way: Callable[..., None]
+@pytest.mark.parametrize(
+    ("way", "extension"),
+    [
+        (save_now, Zlib()),
+        (save_in_background, Zlib()),
+        (save_now, _torch.compression()),
+        (save_split, _torch.compression()),
+    ],
+)
+def test_stream_extensions_are_undone_by_readers_that_know_them(
+    tmp_path: Path, way: Callable[..., None], extension: StreamTransformExtension
 ) -> None:
-    """Items compressed by a user's extension are loaded by stock DCP.
+    """Compressed items are loaded from several files by stock DCP: the metadata tells it how.
 
-    The metadata tells it how. They are compressed in the writer process unless the save is
-    synchronous.
+    nostall's reader knows the extension that stock knows.
     """
-    state = odd_state(3)
-    way(tmp_path / "saved", state, thread_count=2, _extensions=[Zlib()])
-    infos = read_metadata(tmp_path / "saved").storage_data.values()
-    assert {tuple(info.transform_descriptors) for info in infos} == {("stream.zlib/1",)}
-    stored = sum(info.length for info in infos)
-    assert stored == sum(path.stat().st_size for path in (tmp_path / "saved").glob("*.distcp"))
-    assert stored < sum(map(len, stock(tmp_path / "stock", state).values()))
-    registry = ExtensionRegistry()
+    path, state, registry = tmp_path / "saved", odd_state(3), ExtensionRegistry()
+    way(path, state, thread_count=3, _extensions=[extension])
+    infos = read_metadata(path).storage_data.values()
+    assert {tuple(info.transform_descriptors) for info in infos} == {(extension.get_descriptor(),)}
+    stored = [len(content) for content in shard_files(path).values()]
+    assert len(stored) == 3
+    assert sum(info.length for info in infos) == sum(stored)
+    assert sum(stored) < sum(map(len, stock(tmp_path / "stock", state).values()))
     registry.register(Zlib)
-    loaded = odd_state(4)
-    loaded["large"].fill_(-1)
-    reader = FileSystemReader(tmp_path / "saved", _extension_registry=registry)
-    dcp.load(loaded, storage_reader=reader)
-    assert stock(tmp_path / "again", loaded) == blobs(tmp_path / "stock")
-
-
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_what_stocks_zstandard_compresses_is_loaded(
-    tmp_path: Path, way: Callable[..., None]
-) -> None:
-    """By stock, which knows its own extension, and by nostall's readers, from several files."""
-    state = odd_state(3)
-    way(tmp_path / "saved", state, thread_count=3, _extensions=[_torch.compression()])
-    assert len(list((tmp_path / "saved").glob("*.distcp"))) == 3
-    stock(tmp_path / "stock", state)
-    readers: list[StorageReader] = [
-        FileSystemReader(tmp_path / "saved"),
-        nostall.FileSystemReader(tmp_path / "saved"),
-    ]
+    readers: list[StorageReader] = [FileSystemReader(path, _extension_registry=registry)]
+    if not isinstance(extension, Zlib):
+        readers.append(nostall.FileSystemReader(path))
     for number, reader in enumerate(readers):
         loaded = odd_state(4)
+        loaded["large"].fill_(-1)
         dcp.load(loaded, storage_reader=reader)
         assert stock(tmp_path / f"again {number}", loaded) == blobs(tmp_path / "stock")
 
@@ -490,7 +392,7 @@ def test_what_stocks_zstandard_compresses_is_loaded(
 # --- in parallel ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [split_save, async_save])
+@pytest.mark.parametrize("way", [save_split, save_in_background])
 def test_streams_are_written_several_at_a_time(tmp_path: Path, way: Callable[..., None]) -> None:
     """``io_threads`` streams are written at a time, each by one thread with its own extensions."""
     nostall.configure(EngineOptions(io_threads=2))
@@ -504,60 +406,27 @@ def test_a_stream_that_fails_fails_the_save(tmp_path: Path) -> None:
     """Also while another one is written: its error is the save's, and no file is left."""
     nostall.configure(EngineOptions(io_threads=2, chunk_nbytes=PAGE))
     with pytest.raises(CheckpointException) as caught:
-        split_save(tmp_path / "saved", odd_state(), thread_count=2, open_file=open_but_one)
+        save_split(tmp_path / "saved", odd_state(), thread_count=2, open_file=open_but_one)
     error = failure_of(caught)
     assert (error.errno, error.path) == (errno.EACCES, str(tmp_path / "saved" / "__0_1.distcp"))
     assert os.listdir(tmp_path / "saved") == []
 
 
-def test_one_process_writes_all_files(tmp_path: Path) -> None:
-    """``is_multiproc_io``, an option of other writers, changes nothing."""
-    options: dict[str, Any] = {"thread_count": 4, "is_multiproc_io": True}
-    split_save(tmp_path / "saved", odd_state(), open_file=open_and_sign, **options)
-    signed = [path.read_text() for path in (tmp_path / "saved").glob("*.opened-by")]
-    assert signed == [str(default_engine().writer().pid)] * 4
-
-
-def twins() -> dict[str, Any]:
-    """Two tensors that make two equal files."""
-    return {name: torch.ones(50_000) for name in ("one", "other")}
-
-
-def intervals(report: RankReport) -> list[tuple[float, float]]:
-    """When each file was begun and finished; the clock is the same for all processes."""
-    assert isinstance(report, RankWritten)
-    return sorted((receipt.started_s, receipt.finished_s) for receipt in report.receipts)
-
-
 def test_files_are_written_at_the_same_time(tmp_path: Path) -> None:
     """Two files on slow storage are both under way before either is finished."""
     nostall.configure(EngineOptions(io_threads=2))
-    options: dict[str, Any] = {"thread_count": 2}
-    split_save(tmp_path / "starts the process", twins(), **options)
-    # Each file stands still until the other one has been seen standing still.
-    with Hold("chunk") as one, Hold("chunk") as other:
+    state = {name: torch.ones(50_000) for name in ("one", "other")}
+    with Hold("chunk") as one, Hold("chunk") as other, AsyncCallsQueue() as queue:
         faults = (
             Fault({**one.fault.plain, "file": "__0_0"}),
             Fault({**other.fault.plain, "file": "__0_1"}),
         )
         with inject(*faults):
-            finish = report_of(tmp_path / "saved", twins(), **options)
+            schedule(queue, tmp_path / "saved", state, thread_count=2)
         for hold in (one, other):
-            meet = threading.Thread(target=hold.wait_reached, daemon=True)
-            meet.start()
-            meet.join(DEADLINE_S)
-            assert not meet.is_alive()
+            hold.wait_reached()
         one.release()
         other.release()
-        (first, second) = intervals(finish())
-    assert second[0] < first[1]
-
-
-def test_one_thread_writes_one_file_after_the_other(tmp_path: Path) -> None:
-    """The opposite case, which shows that receipts tell the difference."""
-    nostall.configure(EngineOptions(io_threads=1))
-    first, second = intervals(report_of(tmp_path / "saved", twins(), thread_count=2)())
-    assert second[0] >= first[1]
 
 
 # --- given up -------------------------------------------------------------------------------------
@@ -565,98 +434,55 @@ def test_one_thread_writes_one_file_after_the_other(tmp_path: Path) -> None:
 
 def test_a_save_that_is_cancelled_in_mid_write_leaves_no_file(tmp_path: Path) -> None:
     """Between two chunks a cancelled job stops, reports that, and removes its files."""
-    nbytes = 5 * PAGE
-    memory = mmap.mmap(-1, nbytes)
-    no_seals = SealTable(templates=(), blob_offsets=(), template_of_slot=())
-    names = ("first.distcp", "second.distcp")
-    with Hold("chunk") as hold:
+    nbytes, cancelled = 5 * PAGE, threading.Event()
+    seals = SealTable(templates=(), blob_offsets=(), template_of_slot=())
+    image = FileImage(name="first.distcp", nbytes=nbytes, block=0, block_offset=0, seals=seals)
+    files = (image, image._replace(name="second.distcp"))
+    memory = WholeImage(memoryview(mmap.mmap(-1, nbytes)))
+    with Hold("chunk") as hold, ThreadPoolExecutor(1) as pool:
         job = WriteJob(
             job="save/0/0",
             rank=3,
             directory=str(tmp_path),
-            files=tuple(
-                FileImage(name=name, nbytes=nbytes, block=0, block_offset=0, seals=no_seals)
-                for name in names
-            ),
+            files=files,
             sync_files=True,
             io_threads=1,
             chunk_nbytes=PAGE,
             direct=True,
             faults=pickle.dumps((Planned({**hold.fault.plain, "after": 7}),)),
         )
-        cancelled = threading.Event()
-        reports: list[RankReport] = []
-        images = {name: WholeImage(memoryview(memory)) for name in names}
-        thread = threading.Thread(
-            target=lambda: reports.append(perform(job, images, (), cancelled))
-        )
-        thread.start()
+        performing = pool.submit(perform, job, {each.name: memory for each in files}, (), cancelled)
         hold.wait_reached()
-        assert sorted(os.listdir(tmp_path)) == list(names)
+        assert sorted(os.listdir(tmp_path)) == ["first.distcp", "second.distcp"]
         assert (tmp_path / "first.distcp").stat().st_size == nbytes
         cancelled.set()
         hold.release()
-        thread.join(DEADLINE_S)
-    assert not thread.is_alive()
-    (report,) = reports
+        report = performing.result(DEADLINE_S)
     assert isinstance(report, RankFailed)
     assert (report.rank, report.failure.kind) == (3, "SaveAbortedError")
     assert report.failure.path == str(tmp_path / "second.distcp")
     assert os.listdir(tmp_path) == []
 
 
-def test_aborting_the_queue_in_mid_write_leaves_no_file(tmp_path: Path) -> None:
-    """``close(abort=True)`` returns in seconds, with the files released, even if writing hangs."""
-    with Hold("fsync") as hold:
-        queue = AsyncCallsQueue()
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "saved", odd_state())
-        hold.wait_reached()
-        assert os.listdir(tmp_path / "saved") == ["__0_0.distcp"]
-        queue.close(abort=True)
-        assert os.listdir(tmp_path / "saved") == []
-    split_save(tmp_path / "saved", odd_state())
-    assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
-
-
-class RefusingToClose:
-    """Storage that has no room for a file, and says so when it is closed; ``os`` to what writes."""
-
-    def __init__(self, name: str, *, times: int) -> None:
-        self._name = name
-        self._times = times
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
-
-    def close(self, fd: int) -> None:
-        is_meant = self._name in os.readlink(f"/proc/self/fd/{fd}")
-        os.close(fd)
-        if is_meant and self._times:
-            self._times -= 1
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 def test_a_close_that_fails_does_not_keep_a_file_from_being_written_again(tmp_path: Path) -> None:
     """An error in closing the file of a failed attempt does not fail the retry."""
     with (
-        patch.object(posix, "os", RefusingToClose("__0_1", times=1)),
+        patch.object(posix, "os", AwayOs("close", "__0_1", times=1, is_done=True)),
         inject(Fault.errno("chunk", errno.EIO, file="__0_1", times=1)),
     ):
-        save(tmp_path / "saved", odd_state(), thread_count=4)
+        save_now(tmp_path / "saved", odd_state(), thread_count=4)
     assert nostall.verify(tmp_path / "saved").ok
 
 
 def test_a_close_that_fails_does_not_hide_the_cause_or_keep_files_open(tmp_path: Path) -> None:
     """A full disk stays a full disk, and the other files of the job are closed."""
     with (
-        patch.object(posix, "os", RefusingToClose(".distcp", times=1000)),
+        patch.object(posix, "os", AwayOs("close", ".distcp", is_done=True)),
         inject(Fault.errno("fsync", errno.ENOSPC)),
         pytest.raises(CheckpointException) as caught,
     ):
-        save(tmp_path / "saved", odd_state(), thread_count=4)
-    failure = caught.value.failures[0][0]
-    assert isinstance(failure, WriteError)
+        save_now(tmp_path / "saved", odd_state(), thread_count=4)
+    failure = failure_of(caught)
     assert (failure.errno, failure.phase) == (errno.ENOSPC, "fsync")
     opened = [each.path for each in psutil.Process().open_files()]
     assert not [each for each in opened if each.startswith(str(tmp_path))]
