@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import tempfile
@@ -13,7 +12,7 @@ from contextlib import closing, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -27,6 +26,7 @@ from nostall import filesystem_reader
 from nostall._storage import uncached
 from nostall._storage.uncached import UncachedFiles, UncachedSource, is_cached
 from nostall.errors import ReadError
+from support.waiting import is_direct, refusing
 
 PAGE = mmap.PAGESIZE
 NBYTES = 12 * (1 << 20) + 1234
@@ -97,45 +97,31 @@ def _descriptors_of(path: Path) -> int:
 # --- which way ------------------------------------------------------------------------------------
 
 
-def test_a_cold_file_is_read_past_the_page_cache(
-    file: Path, past_cache: list[tuple[int, int]]
+@pytest.mark.parametrize(
+    "cached",
+    [[], [(0, NBYTES)], [(0, 4 << 20), (5 << 20, (5 << 20) + PAGE)]],
+    ids=["cold", "warm", "in part"],
+)
+def test_each_piece_is_read_where_most_of_it_is(
+    file: Path, past_cache: list[tuple[int, int]], cached: list[tuple[int, int]]
 ) -> None:
-    """Nothing of it is in the page cache afterwards."""
+    """Heads of tensors, which were read before, do not count for what is behind them.
+
+    What is read past the page cache is not in it afterwards.
+    """
     expected = _expected(file)
     drop([file])
-    before = cached_share([file])
-    assert _read(file) == expected
-    assert cached_share([file]) <= before
-    if before == 0:  # tmpfs has no other place for it
-        assert sum(end - begin for begin, end in past_cache) == NBYTES
-
-
-def test_a_warm_file_is_read_from_the_page_cache(
-    file: Path, past_cache: list[tuple[int, int]]
-) -> None:
-    """It is faster than any disk."""
-    bring_in([file])
-    assert _read(file) == _expected(file)
-    assert past_cache == []
-
-
-def test_of_a_partly_cached_file_each_piece_is_read_its_way(
-    file: Path, past_cache: list[tuple[int, int]]
-) -> None:
-    """Heads of tensors, which were read before, do not count for what is behind them."""
-    expected = _expected(file)
-    drop([file])
-    bring_some_in(file, [(0, 4 << 20), (5 << 20, (5 << 20) + PAGE)])
+    bring_some_in(file, cached)
     pages = cached_pages(file)  # it is a request: the kernel may keep some, and tmpfs keeps all
     assert _read(file) == expected
     pieces = [(0, 4 << 20), (4 << 20, 8 << 20), (8 << 20, NBYTES)]
-    assert past_cache == [piece for piece in pieces if not _mostly(pages, *piece)]
-    assert (0, 4 << 20) not in past_cache
+    assert past_cache == [each for each in pieces if 2 * _cached(pages, *each) < each[1] - each[0]]
+    for piece in past_cache:
+        assert _cached(cached_pages(file), *piece) <= _cached(pages, *piece)
 
 
-def _mostly(pages: list[bool], begin: int, end: int) -> bool:
-    of_piece = pages[begin // PAGE : -(-end // PAGE)]
-    return 2 * sum(of_piece) >= len(of_piece)
+def _cached(pages: list[bool], begin: int, end: int) -> int:
+    return PAGE * sum(pages[begin // PAGE : -(-end // PAGE)])
 
 
 def bring_some_in(path: Path, ranges: list[tuple[int, int]]) -> None:
@@ -247,13 +233,6 @@ def test_any_range_is_read_into_any_memory(
     assert bytes(behind) == b"\xa5" * len(behind)
 
 
-@pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, NBYTES - (300 << 10) - 5])
-@pytest.mark.usefixtures("nothing_cached")
-def test_the_end_of_a_file_is_read(file: Path, offset: int) -> None:
-    """Its last page is not whole; more is asked for than there is."""
-    assert _read(file, offset, NBYTES) == _expected(file, offset)
-
-
 def by_write(path: Path, content: bytes) -> None:
     with path.open("r+b") as stream:
         stream.write(content)
@@ -279,7 +258,7 @@ def test_changes_that_are_not_on_storage_yet_are_seen(
     assert past_cache
 
 
-@pytest.mark.parametrize("left", [0, 1, PAGE, (1 << 20) + 5, (2 << 20) + 1, NBYTES - 1])
+@pytest.mark.parametrize("left", [0, PAGE, (2 << 20) + 1, NBYTES - 1])
 @pytest.mark.usefixtures("nothing_cached")
 def test_a_file_that_has_become_shorter_gives_fewer_bytes(tmp_path: Path, left: int) -> None:
     """So a load finds out, as it did through the page cache."""
@@ -298,51 +277,26 @@ def test_a_file_that_has_become_shorter_gives_fewer_bytes(tmp_path: Path, left: 
 # --- refusals and errors --------------------------------------------------------------------------
 
 
+def _opens_direct(_path: Any, flags: int, *_: Any) -> bool:
+    return bool(flags & os.O_DIRECT)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_meant", "code"),
+    [
+        ("open", _opens_direct, errno.EINVAL),
+        ("preadv", is_direct, errno.EINVAL),
+        ("preadv", is_direct, errno.ENOTSUP),
+    ],
+)
 @pytest.mark.usefixtures("nothing_cached")
 def test_a_file_system_without_direct_reads_is_asked_once(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, name: str, is_meant: Callable[..., bool], code: int
 ) -> None:
-    """Its files are read through the page cache."""
-    asked, really = [], os.open
-
-    def refuse(path: Any, flags: int, *args: Any) -> int:
-        if flags & os.O_DIRECT:
-            asked.append(path)
-            raise OSError(errno.EINVAL, "no direct reads here")
-        return really(path, flags, *args)
-
-    monkeypatch.setattr(os, "open", refuse)
-    assert _read(file) == _expected(file)
-    assert len(asked) == 1
-
-
-def _is_direct(fd: int) -> bool:
-    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
-
-
-def _failing(code: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Reads past the page cache fail; the list has the descriptors of those that were tried."""
-    tried, really = [], os.preadv
-
-    def fail(fd: int, buffers: Any, offset: int) -> int:
-        if _is_direct(fd):
-            tried.append(fd)
-            raise OSError(code, os.strerror(code))
-        return really(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", fail)
-    return tried
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP])
-@pytest.mark.usefixtures("nothing_cached")
-def test_a_direct_read_that_is_refused_is_done_through_the_page_cache(
-    file: Path, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Some file systems refuse only the read."""
-    expected, tried = _expected(file), _failing(code, monkeypatch)
-    assert _read(file) == expected
-    assert len(tried) == 1
+    """Its files are read through the page cache; some file systems refuse only the read."""
+    with refusing(os, name, is_meant, code) as refused:
+        assert _read(file) == _expected(file)
+    assert len(refused) == 1
 
 
 @pytest.mark.usefixtures("nothing_cached")
@@ -350,12 +304,8 @@ def test_without_memory_to_read_into_the_page_cache_is_used(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It needs none of this process."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOMEM, "no memory")
-
     expected = _expected(file)
-    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr(mmap, "mmap", Mock(side_effect=OSError(errno.ENOMEM, "no memory")))
     assert _read(file) == expected
 
 
@@ -371,12 +321,13 @@ def test_a_tensor_of_one_piece_is_one_read(
 
 
 @pytest.mark.usefixtures("nothing_cached")
-def test_an_error_of_storage_is_raised(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_storage_is_raised(file: Path) -> None:
     """It is no refusal: through the page cache the same would follow, perhaps after a minute."""
-    _failing(errno.EIO, monkeypatch)
-    with pytest.raises(OSError, match=r"Input/output error") as caught:
+    with (
+        refusing(os, "preadv", is_direct, errno.EIO),
+        pytest.raises(OSError, match=r"Input/output error"),
+    ):
         _read(file)
-    assert caught.value.errno == errno.EIO
 
 
 @pytest.mark.usefixtures("nothing_cached")
@@ -388,7 +339,7 @@ def test_what_a_direct_read_leaves_out_is_read_through_the_page_cache(
 
     def read_less(fd: int, buffers: Any, offset: int) -> int:
         less = [buffers[0][: len(buffers[0]) - 2 * PAGE]]
-        return really(fd, less if _is_direct(fd) else buffers, offset)
+        return really(fd, less if is_direct(fd) else buffers, offset)
 
     monkeypatch.setattr(os, "preadv", read_less)
     assert _read(file, 777) == _expected(file, 777)
