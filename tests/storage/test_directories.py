@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,24 +30,32 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from programs.names import Stale
 from support.crashes import RecordingOs
 from support.faults import Fault, Hold, inject
-from support.states import WAYS, blobs, read_metadata, schedule, small_state
+from support.states import (
+    blobs,
+    read_metadata,
+    save_now,
+    save_split,
+    schedule,
+    small_state,
+)
+from support.waiting import AwayOs
 
 
 def holds(path: Path, seed: int, tmp_path: Path) -> bool:
     """Whether a checkpoint is whole and has exactly this state."""
-    dcp.save(
-        small_state(seed), storage_writer=FileSystemWriterAsync(tmp_path / "expected"), no_dist=True
-    )
+    save_now(tmp_path / "expected", small_state(seed))
     return verify(path).ok and blobs(path) == blobs(tmp_path / "expected")
 
 
-def written(queue: AsyncCallsQueue) -> None:
-    """Wait until the files of all that is scheduled are written, and finalise nothing."""
+def written(path: Path, seed: int) -> AsyncCallsQueue:
+    """A queue with a save whose files are written, and nothing finalised."""
+    queue = AsyncCallsQueue()
+    schedule(queue, path, small_state(seed))
     for call in queue._caller._calls:
         call.outcome.result(60)
+    return queue
 
 
 # --- two saves at a time --------------------------------------------------------------------------
@@ -55,30 +63,16 @@ def written(queue: AsyncCallsQueue) -> None:
 
 def test_two_threads_that_commit_to_one_directory_take_turns(tmp_path: Path) -> None:
     """Both checkpoints are committed, one after the other, and the one that was last is there."""
-    path, ended = tmp_path / "save", []
-    first, second = AsyncCallsQueue(), AsyncCallsQueue()
-    schedule(first, path, small_state(1))
-    schedule(second, path, small_state(2))
-    written(first)
-    written(second)
-
-    def finalize(queue: AsyncCallsQueue) -> None:
-        ended.append(queue.wait())
-
-    with Hold("publish") as hold:
+    path = tmp_path / "save"
+    first, second = written(path, 1), written(path, 2)
+    with ThreadPoolExecutor(2) as pool, Hold("publish") as hold:
         with inject(hold.fault):
-            threads = [
-                threading.Thread(target=finalize, args=(queue,)) for queue in (first, second)
-            ]
-            threads[0].start()
+            finalizing = pool.submit(first.wait)
             hold.wait_reached()
-        threads[1].start()
-        threads[1].join(0.5)
-        assert threads[1].is_alive()
+        waiting = pool.submit(second.wait)
+        assert not wait([waiting], 0.5).done
         hold.release()
-        for thread in threads:
-            thread.join(60)
-    assert ended == [[0], [0]]
+        assert finalizing.result(60) == waiting.result(60) == [0]
     assert holds(path, 2, tmp_path)
     assert len(os.listdir(path)) == 2
 
@@ -86,11 +80,7 @@ def test_two_threads_that_commit_to_one_directory_take_turns(tmp_path: Path) -> 
 def test_a_commit_right_after_another_one_leaves_no_file_of_it(tmp_path: Path) -> None:
     """Even if the thread of the first one has not gone on since it published."""
     path = tmp_path / "save"
-    first, second = AsyncCallsQueue(), AsyncCallsQueue()
-    schedule(first, path, small_state(1))
-    schedule(second, path, small_state(2))
-    written(first)
-    written(second)
+    first, second = written(path, 1), written(path, 2)
     published, go_on, end = threading.Event(), threading.Event(), SplitSave.end
 
     def end_late(self: SplitSave, *, committed: bool) -> None:
@@ -127,7 +117,7 @@ def test_a_commit_that_is_stuck_is_not_waited_for_for_ever(tmp_path: Path) -> No
 def test_metadata_of_another_process_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     """Metadata that another process swapped in is published, with an error; no file is removed."""
     path = tmp_path / "save"
-    dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(path), no_dist=True)
+    save_now(path, small_state(1))
     before = {name for name in os.listdir(path) if name.endswith(".distcp")}
 
     class Interfering(RecordingOs):
@@ -166,14 +156,14 @@ def test_a_commit_that_fails_leaves_the_file_of_another_process(tmp_path: Path) 
     assert path.read_bytes() == b"another's"
 
 
-@pytest.mark.parametrize("how", ["dcp.save", "split"])
+@pytest.mark.parametrize("save", [save_now, save_split])
 def test_a_directory_that_is_made_again_meanwhile_gets_no_checkpoint(
-    tmp_path: Path, how: str
+    tmp_path: Path, save: Callable[..., None]
 ) -> None:
     """A directory removed after the writing fails the save: its metadata would name no file."""
     path, removed = tmp_path / "save", tmp_path / "removed"
     with Hold("commit") as hold, inject(hold.fault), ThreadPoolExecutor() as executor:
-        saving = executor.submit(WAYS[how], path, small_state(1))
+        saving = executor.submit(save, path, small_state(1))
         hold.wait_reached()
         path.rename(removed)
         path.mkdir()
@@ -183,37 +173,21 @@ def test_a_directory_that_is_made_again_meanwhile_gets_no_checkpoint(
     assert os.listdir(path) == []
 
 
-def test_a_directory_under_two_names_is_one(tmp_path: Path) -> None:
-    """Two saves that are under way there share no file."""
-    path, link = tmp_path / "save", tmp_path / "link"
-    path.mkdir()
-    link.symlink_to(path)
-    first, second = AsyncCallsQueue(), AsyncCallsQueue()
-    schedule(first, path, small_state(1))
-    schedule(second, link, small_state(2))
-    written(second)
-    assert first.wait() == [0]
-    assert holds(path, 1, tmp_path)
-    second.close(abort=True)
-    assert holds(path, 1, tmp_path)
-
-
 @pytest.mark.parametrize(
-    "renew",
-    [lambda: nostall.configure(EngineOptions(io_threads=2)), reset],
-    ids=["configure", "reset"],
+    "meanwhile",
+    [lambda: None, lambda: nostall.configure(EngineOptions(io_threads=2)), reset],
+    ids=["nothing", "configure", "reset"],
 )
-def test_saves_of_an_earlier_engine_still_have_their_names(
-    tmp_path: Path, renew: Callable[[], object]
+def test_saves_that_are_under_way_in_a_directory_share_no_file(
+    tmp_path: Path, meanwhile: Callable[[], object]
 ) -> None:
-    """A save that is written, not committed, keeps its files and names when the next one comes."""
-    path = tmp_path / "save"
-    first, second = AsyncCallsQueue(), AsyncCallsQueue()
-    schedule(first, path, small_state(1))
-    written(first)
-    renew()
-    schedule(second, path, small_state(2))
-    written(second)
+    """Under whatever name, also if an earlier engine wrote the first; both are committed."""
+    path, link = tmp_path / "save", tmp_path / "link"
+    link.symlink_to(path)
+    path.mkdir()
+    first = written(path, 1)
+    meanwhile()
+    second = written(link, 2)
     assert first.wait() == [0]
     assert holds(path, 1, tmp_path)
     assert second.wait() == [0]
@@ -259,48 +233,16 @@ def test_checkpoints_of_one_rank_and_of_all_share_no_file(
     assert {name: (path / name).read_bytes() for name in before} == before
 
 
-class Unreachable(RecordingOs):
-    """A system that cannot tell for a moment whether there is metadata."""
-
-    def stat(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(path).endswith(".metadata"):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
-        return os.stat(path, *args, **kwargs)
-
-
 def test_a_checkpoint_that_cannot_be_seen_for_a_moment_is_not_overwritten(tmp_path: Path) -> None:
     """No answer of the storage is no answer that nothing is there."""
-    path, queue = tmp_path / "save", AsyncCallsQueue()
-    with AsyncCallsQueue() as before:
-        schedule(before, path, small_state(1))
-    reset()
-    with patch.object(posix, "os", Unreachable()):
-        schedule(queue, path, small_state(2))
-    written(queue)
-    assert holds(path, 1, tmp_path)
-    queue.close(abort=True)
-    assert holds(path, 1, tmp_path)
-
-
-def test_a_checkpoint_that_is_not_seen_is_not_overwritten(tmp_path: Path) -> None:
-    """A network file system may go on denying metadata that it was asked for too early."""
-    path, queue = tmp_path / "save", AsyncCallsQueue()
-    with AsyncCallsQueue() as before:
-        schedule(before, path, small_state(1))
-    with patch.object(posix, "os", Stale()):
-        schedule(queue, path, small_state(2))
-    queue.close(abort=True)
-    assert holds(path, 1, tmp_path)
-
-
-def test_names_are_stocks_again_when_a_checkpoint_was_removed(tmp_path: Path) -> None:
-    """No reader needs it, but a comparison of directories expects it."""
     path = tmp_path / "save"
-    for seed in (1, 2):
-        with AsyncCallsQueue() as queue:
-            schedule(queue, path, small_state(seed))
-        assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp"]
-        nostall.remove_checkpoint(path)
+    save_split(path, small_state(1))
+    reset()
+    with patch.object(posix, "os", AwayOs("stat", ".metadata")):
+        queue = written(path, 2)
+    assert holds(path, 1, tmp_path)
+    queue.close(abort=True)
+    assert holds(path, 1, tmp_path)
 
 
 def test_metadata_of_another_checkpoint_does_not_get_into_a_warm_cache(tmp_path: Path) -> None:
@@ -318,18 +260,6 @@ def test_metadata_of_another_checkpoint_does_not_get_into_a_warm_cache(tmp_path:
 
 
 # --- what else is in the way ----------------------------------------------------------------------
-
-
-def test_metadata_of_impossible_length_stops_no_save(tmp_path: Path) -> None:
-    """Eight terabytes that take no room: damaged, and replaced by the next save."""
-    path = tmp_path / "save"
-    dcp.save(small_state(1), storage_writer=FileSystemWriterAsync(path), no_dist=True)
-    os.truncate(path / ".metadata", 8 << 40)
-    assert not verify(path).ok
-    assert not nostall.is_complete(path)
-    assert nostall.latest_complete(tmp_path) is None
-    dcp.save(small_state(2), storage_writer=FileSystemWriterAsync(path), no_dist=True)
-    assert holds(path, 2, tmp_path)
 
 
 def test_a_failure_before_the_commit_leaves_no_file(tmp_path: Path) -> None:
