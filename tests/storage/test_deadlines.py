@@ -15,28 +15,22 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._storage import posix
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
-from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from support import loaded
 from support.faults import Fault, Hold, inject
 from support.ranks import TESTS
-from support.states import schedule, small_state
-from support.waiting import HangingOs, wait_until
-
-DEADLINE_S = 60.0
-SOON_S = 20.0
-"""More than the deadlines of a save and of its cleaning up."""
+from support.states import save_now, save_split, schedule, small_state
+from support.waiting import DEADLINE_S, SOON_S, HangingOs, wait_until
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[AsyncCallsQueue]:
+def held(tmp_path: Path, given_up_soon: None) -> Iterator[AsyncCallsQueue]:
     """A queue whose only save stands still, on its way to ``tmp_path / "held"``."""
     with Hold("chunk") as hold:
         queue = AsyncCallsQueue()
@@ -48,11 +42,9 @@ def held(tmp_path: Path) -> Iterator[AsyncCallsQueue]:
 
 
 @pytest.fixture
-def impatient() -> Iterator[None]:
+def impatient(given_up_soon: None) -> None:
     """No wait for a save lasts longer than a second."""
     nostall.configure(EngineOptions(save_timeout_s=1.0))
-    yield
-    nostall.configure(EngineOptions())
 
 
 @pytest.mark.usefixtures("impatient")
@@ -80,44 +72,35 @@ def test_closing_waits_no_longer_than_its_timeout(held: AsyncCallsQueue, tmp_pat
     assert os.listdir(tmp_path / "held") == []
 
 
-def _split(path: Path) -> None:
-    with AsyncCallsQueue() as queue:
-        schedule(queue, path, small_state())
+SAVES = pytest.mark.parametrize("save", [save_split, save_now])
 
 
-def _sync(path: Path) -> None:
-    dcp.save(small_state(), storage_writer=FileSystemWriterAsync(path))
-
-
-def _remove_file(path: Path) -> None:
-    os.unlink(path / "__0_0.distcp")
-
-
-@pytest.mark.parametrize("save", [_split, _sync])
-@pytest.mark.parametrize("remove", [shutil.rmtree, _remove_file])
+@SAVES
+@pytest.mark.parametrize(
+    "remove",
+    [shutil.rmtree, lambda path: os.unlink(path / "__0_0.distcp")],
+    ids=["directory", "file"],
+)
 def test_what_is_removed_while_it_is_written_is_not_announced(
-    tmp_path: Path, save: Callable[[Path], None], remove: Callable[[Path], None]
+    tmp_path: Path, save: Callable[..., None], remove: Callable[[Path], None]
 ) -> None:
     """A directory or a file that is removed during a save fails it, with the file's name."""
     path = tmp_path / "saved"
-    with Hold("fsync") as hold, inject(hold.fault):
-        failure = _while_held(hold, lambda: save(path), lambda: remove(path))
+    with Hold("fsync") as hold, inject(hold.fault), ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save, path, small_state())
+        hold.wait_reached()
+        remove(path)
+        hold.release()
+        failure = _failure_of(saving.exception(DEADLINE_S))
     assert isinstance(failure, WriteError)
     assert failure.errno == errno.ENOENT
     assert failure.path == str(path / "__0_0.distcp")
     assert not (path / ".metadata").exists()
-    save(path)
+    save(path, small_state())
     assert nostall.verify(path).ok
 
 
-def _while_held(hold: Hold, save: Callable[[], None], act: Callable[[], None]) -> BaseException:
-    """The failure of a save that was stopped for a moment."""
-    with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(save)
-        hold.wait_reached()
-        act()
-        hold.release()
-        error = saving.exception(DEADLINE_S)
+def _failure_of(error: BaseException | None) -> BaseException:
     assert isinstance(error, CheckpointException)
     return error.failures[0][0]
 
@@ -128,16 +111,14 @@ def _nobody_is_left() -> bool:
     return not any(thread.name.startswith(left) for thread in threading.enumerate())
 
 
-def _failure_in_time(save: Callable[[Path], None], path: Path, go: Callable[[], None]) -> Any:
+def _failure_in_time(save: Callable[..., None], path: Path, go: Callable[[], None]) -> Any:
     """The failure of a save whose storage is stuck; storage answers when it was raised."""
     with ThreadPoolExecutor(1) as pool:
-        saving = pool.submit(save, path)
+        saving = pool.submit(save, path, small_state())
         try:
-            error = saving.exception(SOON_S)
+            return _failure_of(saving.exception(SOON_S))
         finally:
             go()
-    assert isinstance(error, CheckpointException)
-    return error.failures[0][0]
 
 
 @pytest.mark.usefixtures("impatient")
@@ -146,26 +127,26 @@ def test_a_synchronous_save_does_not_wait_for_storage_for_ever(tmp_path: Path, p
     """It fails in time, says where, and what it had written goes when storage answers."""
     path = tmp_path / "saved"
     with Hold(point) as hold, inject(hold.fault):
-        failure = _failure_in_time(_sync, path, hold.release)
+        failure = _failure_in_time(save_now, path, hold.release)
     assert isinstance(failure, SaveTimeoutError)
     assert (failure.rank, failure.phase, failure.path) == (0, "write", str(path))
     assert failure.hint is not None
     assert "removed when it answers" in failure.hint
     wait_until(_nobody_is_left)
     assert os.listdir(path) == []
-    _sync(path)
+    save_now(path, small_state())
     assert nostall.verify(path).ok
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("save", [_split, _sync])
+@SAVES
 @pytest.mark.parametrize("point", ["commit", "publish"])
 def test_what_was_given_up_before_it_was_published_is_never_published(
-    tmp_path: Path, save: Callable[[Path], None], point: str
+    tmp_path: Path, save: Callable[..., None], point: str
 ) -> None:
     """The commit fails in time; when storage answers, the old checkpoint is there, and alone."""
     path = tmp_path / "saved"
-    save(path)
+    save(path, small_state())
     before = (path / ".metadata").read_bytes()
     with Hold(point) as hold, inject(hold.fault):
         failure = _failure_in_time(save, path, hold.release)
@@ -178,9 +159,9 @@ def test_what_was_given_up_before_it_was_published_is_never_published(
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("save", [_split, _sync])
+@SAVES
 def test_a_rename_that_storage_does_not_answer_is_not_taken_for_undone(
-    tmp_path: Path, save: Callable[[Path], None]
+    tmp_path: Path, save: Callable[..., None]
 ) -> None:
     """Nothing is removed that the metadata may refer to, and it is there when storage answers."""
     path = tmp_path / "saved"
@@ -194,9 +175,9 @@ def test_a_rename_that_storage_does_not_answer_is_not_taken_for_undone(
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("stuck", ["mkdir", "stat"])
-@pytest.mark.parametrize("save", [_split, _sync])
+@SAVES
 def test_planning_does_not_wait_for_storage_for_ever(
-    tmp_path: Path, save: Callable[[Path], None], stuck: str
+    tmp_path: Path, save: Callable[..., None], stuck: str
 ) -> None:
     """A directory that cannot be made or looked at in time is an error that names it."""
     path = tmp_path / "saved"
@@ -217,7 +198,7 @@ def test_files_that_cannot_be_removed_in_time_are_named(
     storage = HangingOs("unlink")
     full = Fault.errno("fsync", errno.ENOSPC)
     with patch.object(posix, "os", storage), inject(full):
-        failure = _failure_in_time(_split, path, storage.answer)
+        failure = _failure_in_time(save_split, path, storage.answer)
         wait_until(_nobody_is_left)
     assert isinstance(failure, WriteError)
     assert str(path / "__0_0.distcp") in caplog.text

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,54 +15,47 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._storage.locations import place_of
-from nostall.core import AsyncCallsQueue
 from nostall.errors import WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
-from support.states import read_metadata, schedule
+from support.states import read_metadata, save_now, save_split
 
-Save = Callable[[Path, float], None]
-
-
-def _sync(path: Path, value: float) -> None:
-    state = {"weight": torch.full((1000,), value)}
-    dcp.save(state, storage_writer=FileSystemWriterAsync(path))
+SAVES = pytest.mark.parametrize("save", [save_now, save_split])
 
 
-def _queue(path: Path, value: float) -> None:
-    with AsyncCallsQueue() as queue:
-        schedule(queue, path, {"weight": torch.full((1000,), value)})
+def holding(value: float) -> dict[str, Any]:
+    return {"weight": torch.full((1000,), value)}
 
 
 def value_in(path: Path) -> float:
-    state = {"weight": torch.zeros(1000)}
+    state = holding(0.0)
     dcp.load(state, checkpoint_id=path)
     return float(state["weight"][0])
 
 
-@pytest.mark.parametrize("save", [_sync, _queue])
-def test_a_link_to_a_directory_is_followed(tmp_path: Path, save: Save) -> None:
+@SAVES
+def test_a_link_to_a_directory_is_followed(tmp_path: Path, save: Callable[..., None]) -> None:
     """The checkpoint is in the directory, the link stays one, and the next save replaces it."""
     (tmp_path / "volume").mkdir()
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "volume", target_is_directory=True)
-    save(link, 1.0)
-    save(link, 2.0)
+    save(link, holding(1.0))
+    save(link, holding(2.0))
     assert link.is_symlink()
     assert value_in(tmp_path / "volume") == 2.0
     assert len(os.listdir(tmp_path / "volume")) == 2
     assert nostall.verify(link).ok
 
 
-@pytest.mark.parametrize("save", [_sync, _queue])
+@SAVES
 def test_the_directory_above_a_link_is_that_above_what_it_leads_to(
-    tmp_path: Path, save: Save
+    tmp_path: Path, save: Callable[..., None]
 ) -> None:
     """``link/..`` is the target's parent for saves, readers and removal, as for the system."""
     (tmp_path / "data" / "code").mkdir(parents=True)
     (tmp_path / "project").symlink_to(tmp_path / "data" / "code", target_is_directory=True)
-    _sync(tmp_path / "x", 1.0)
+    save_now(tmp_path / "x", holding(1.0))
     path = tmp_path / "project" / ".." / "x"
-    save(path, 2.0)
+    save(path, holding(2.0))
     assert value_in(path) == value_in(tmp_path / "data" / "x") == 2.0
     assert nostall.verify(path).ok
     nostall.remove_checkpoint(path)
@@ -79,28 +73,28 @@ def test_other_paths_are_those_that_were_given(
     assert place_of(f"/tmp/../{path}") == os.path.abspath(f"/{path}")
 
 
-@pytest.mark.parametrize("save", [_sync, _queue])
-def test_a_link_to_nowhere_is_an_error(tmp_path: Path, save: Save) -> None:
+@SAVES
+def test_a_link_to_nowhere_is_an_error(tmp_path: Path, save: Callable[..., None]) -> None:
     """It is not taken for a directory that is to be made."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CheckpointException) as caught:
-        save(tmp_path / "link", 1.0)
+        save(tmp_path / "link", holding(1.0))
     (failure, _) = caught.value.failures[0]
     assert isinstance(failure, WriteError)
     assert failure.path == str(tmp_path / "link")
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("save", [_sync, _queue])
+@SAVES
 @pytest.mark.parametrize("link", [os.symlink, os.link])
 def test_what_a_name_leads_to_is_never_written_into(
-    tmp_path: Path, save: Save, link: Callable[[Path, Path], None]
+    tmp_path: Path, save: Callable[..., None], link: Callable[[Path, Path], None]
 ) -> None:
     """Where a link of either kind has the name of a save's file, the file gets another name."""
     (tmp_path / "saved").mkdir()
     (tmp_path / "precious").write_text("of somebody else")
     link(tmp_path / "precious", tmp_path / "saved" / "__0_0.distcp")
-    save(tmp_path / "saved", 1.0)
+    save(tmp_path / "saved", holding(1.0))
     assert value_in(tmp_path / "saved") == 1.0
     assert (tmp_path / "precious").read_text() == "of somebody else"
     (name,) = {
@@ -112,9 +106,9 @@ def test_what_a_name_leads_to_is_never_written_into(
     assert mode.st_nlink == 1
 
 
-@pytest.mark.parametrize("save", [_sync, _queue])
+@SAVES
 def test_a_relative_path_is_what_it_was_when_the_writer_was_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Save
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[..., None]
 ) -> None:
     """A trainer that changes its directory saves where it says, and touches nothing elsewhere.
 
@@ -123,12 +117,12 @@ def test_a_relative_path_is_what_it_was_when_the_writer_was_made(
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     monkeypatch.chdir(tmp_path / "one")
-    save(Path("saved"), 1.0)
+    save(Path("saved"), holding(1.0))
     monkeypatch.chdir(tmp_path / "two")
-    save(Path("saved"), 2.0)
+    save(Path("saved"), holding(2.0))
     writer = FileSystemWriterAsync("third")
     monkeypatch.chdir(tmp_path)
-    dcp.save({"weight": torch.full((1000,), 3.0)}, storage_writer=writer)
+    dcp.save(holding(3.0), storage_writer=writer)
     assert value_in(tmp_path / "one" / "saved") == 1.0
     assert value_in(tmp_path / "two" / "saved") == 2.0
     assert value_in(tmp_path / "two" / "third") == 3.0
@@ -136,18 +130,11 @@ def test_a_relative_path_is_what_it_was_when_the_writer_was_made(
 
 def test_metadata_that_is_a_link_is_replaced_by_a_file(tmp_path: Path) -> None:
     """A save replaces the link itself; its target keeps its content."""
-    _sync(tmp_path / "saved", 1.0)
+    save_now(tmp_path / "saved", holding(1.0))
     (tmp_path / "saved" / ".metadata").rename(tmp_path / "elsewhere")
     before = (tmp_path / "elsewhere").read_bytes()
     (tmp_path / "saved" / ".metadata").symlink_to(tmp_path / "elsewhere")
-    _sync(tmp_path / "saved", 2.0)
+    save_now(tmp_path / "saved", holding(2.0))
     assert not (tmp_path / "saved" / ".metadata").is_symlink()
     assert (tmp_path / "elsewhere").read_bytes() == before
     assert value_in(tmp_path / "saved") == 2.0
-
-
-def test_the_latest_checkpoint_is_a_directory_rather_than_a_link_to_it(tmp_path: Path) -> None:
-    """A link such as ``latest`` beside the checkpoints does not hide their names."""
-    _sync(tmp_path / "1000", 1.0)
-    (tmp_path / "latest").symlink_to("1000")
-    assert nostall.latest_complete(tmp_path) == str(tmp_path / "1000")
