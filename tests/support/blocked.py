@@ -15,10 +15,7 @@ class Blocked:
     """Adds up the time between steps, from one save to the next.
 
     A loop calls :meth:`step_ends` and :meth:`step_begins`; the time between the two is spent on
-    saving, polling, and little else.
-
-    Args:
-        every: Steps from one save to the next.
+    saving, polling, and little else. ``every`` so many steps there is a save.
     """
 
     def __init__(self, every: int) -> None:

@@ -117,13 +117,7 @@ class FakeModule:
 
 
 class FakeAccelerator:
-    """See the module.
-
-    Args:
-        can_pin: Whether the system allows to pin memory.
-        free_nbytes: The largest tensor there is memory for.
-        has_module: Whether torch has a module for this type of device.
-    """
+    """See the module; ``free_nbytes`` is the largest tensor there is memory for."""
 
     def __init__(
         self, *, can_pin: bool = True, free_nbytes: int = 1 << 40, has_module: bool = True
@@ -168,8 +162,6 @@ class FakeAccelerator:
     def __exit__(self, *_: object) -> None:
         self._entered.close()
 
-    # --- memory -------------------------------------------------------------------------------
-
     def empty(self, *size: Any, dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(*size, dtype=dtype).fill_(1)
         if not made.nbytes:  # with an address, by which it is known
@@ -198,8 +190,6 @@ class FakeAccelerator:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return False
         return value.untyped_storage().data_ptr() in self._on_device
-
-    # --- work ---------------------------------------------------------------------------------
 
     def queue(self, work: Callable[[], object]) -> None:
         self.module.current_stream().add(work)

@@ -33,11 +33,7 @@ class Fault:
     plain: dict[str, Any]
 
     def __post_init__(self) -> None:
-        """Check the point: a fault at a misspelt one would make a test pass.
-
-        Raises:
-            ValueError: There is no such point.
-        """
+        """Check the point: a fault at a misspelt one would make a test pass."""
         if self.plain["point"] not in _POINTS:
             raise ValueError(f"point={self.plain['point']!r}: not one of {', '.join(_POINTS)}")
 
@@ -47,12 +43,7 @@ class Fault:
     ) -> Fault:
         """The operation fails with this errno, for files whose path contains ``file``.
 
-        Args:
-            point: The point.
-            code: The errno.
-            file: A part of the path.
-            after: Number of times that the operation succeeds first.
-            times: Number of failures; ``None`` for no limit.
+        After so many successes, and so often; ``None`` for no limit.
         """
         plain = {"point": point, "do": "errno", "errno": code, "file": file, "after": after}
         return cls(plain if times is None else {**plain, "times": times})
@@ -93,11 +84,7 @@ class Hold:
         self.fault = Fault({"point": point, "do": "hold", "reached": reached, "go": go})
 
     def wait_reached(self, timeout_s: float = 60.0) -> None:
-        """Wait until a save has stopped at the point.
-
-        Raises:
-            TimeoutError: No save has reached the point; it may have failed before.
-        """
+        """Wait until a save has stopped at the point; it may have failed before."""
         if not self._was_reached and not select.select([self._reached_fd], [], [], timeout_s)[0]:
             raise TimeoutError(f"no save has reached the point {self._point!r} in {timeout_s:g} s")
         self._was_reached = True

@@ -30,9 +30,7 @@ Application = Callable[[dict[str, Any], Start], Iterable[bytes]]
 class Faulty:
     """The application, behind faults.
 
-    Args:
-        app: The store.
-        connection: The socket of a request, from its environment: each server has another name.
+    ``connection`` finds a request's socket in its environment: each server has another name.
     """
 
     def __init__(

@@ -60,10 +60,9 @@ def interrupted(
 
 
 def interrupt_the_wait(times: int) -> threading.Thread:
-    """SIGINT for the main thread once it waits, and again when that has arrived.
+    """SIGINT for the main thread once it waits, and again when that has arrived, so often.
 
-    Args:
-        times: How often; the wait has to be one that is left after so many.
+    The wait has to be one that is left after so many.
     """
 
     def has_come(number: int) -> bool:

@@ -33,9 +33,8 @@ _OF_RANKS = ("nostall.core", "nostall.filesystem_async", "nostall.state_dict_sav
 def python(*, ranks: bool = False) -> tuple[str, ...]:
     """A command to use instead of ``sys.executable``; takes ``-c``, ``-m``, ``-u`` and ``-W``.
 
-    Args:
-        ranks: Whether torchrun starts it. Strings then have other hashes on odd ranks than on even
-            ones, as in interpreters of their own, so that sets come in another order.
+    For ``ranks`` of torchrun, strings have other hashes on odd ranks than on even ones, as in
+    interpreters of their own, so that sets come in another order.
     """
     addresses = [_address("0", *_OF_RANKS), _address("1", *_OF_RANKS)] if ranks else [_address("")]
     return sys.executable, "-I", "-S", str(CLIENT), ",".join(addresses)
@@ -63,12 +62,9 @@ def executable() -> str:
 
 @cache
 def _address(name: str, *modules: str) -> str:
-    """The address of a process that loads torch; all workers of a test run share it.
+    """The address of a process that loads torch, and ``modules``; a test run's workers share it.
 
-    Args:
-        name: Distinguishes it from the others.
-        *modules: What else it loads. Nothing under coverage, which would miss what runs during the
-            import.
+    No modules under coverage, which would miss what runs during the import.
     """
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     owner = os.getpid() if run is None else os.getppid()

@@ -81,10 +81,7 @@ class Program:
 def await_request(address: str, owner: str, *more_modules: str) -> Request:
     """Return in a fork for each program, with what it is to run.
 
-    Args:
-        address: Where clients connect. If it is taken, another process serves it already.
-        owner: Id of the process with which this one ends.
-        *more_modules: What to load besides ``MODULES``.
+    If the address is taken, another process serves it already. This one ends with its owner.
     """
     listening = socket.socket(socket.AF_UNIX)
     try:

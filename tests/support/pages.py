@@ -9,12 +9,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def code_blocks(page: str, heading: str = "") -> list[str]:
-    """The Python blocks of a page below ``docs``, in their order.
-
-    Args:
-        page: Name of the page.
-        heading: Only those below this heading of the second level.
-    """
+    """The Python blocks of a page below ``docs``, or below one of its headings of level two."""
     text = (DOCS / page).read_text(encoding="utf-8")
     if heading:
         text = text.split(f"\n## {heading}\n")[1].partition("\n## ")[0]

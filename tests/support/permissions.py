@@ -17,18 +17,6 @@ _DAC_READ_SEARCH = 1 << 2
 @contextmanager
 def without_permission(path: Path, mode_inside: int = 0) -> Iterator[None]:
     """A block in which a path has another mode, for this thread and those that it starts."""
-    mode = stat.S_IMODE(path.stat().st_mode)
-    path.chmod(mode_inside)
-    try:
-        with _as_other_users():
-            yield
-    finally:
-        path.chmod(mode)
-
-
-@contextmanager
-def _as_other_users() -> Iterator[None]:
-    """Without root's capabilities to ignore modes; they are effective again afterwards."""
     libc = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_VERSION_3, 0)
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice
@@ -38,11 +26,14 @@ def _as_other_users() -> Iterator[None]:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     call("capget")
-    effective = sets[0]
+    effective, mode = sets[0], stat.S_IMODE(path.stat().st_mode)
+    path.chmod(mode_inside)
+    # Without root's capabilities to ignore modes.
     sets[0] = effective & ~(_DAC_OVERRIDE | _DAC_READ_SEARCH)
-    call("capset")
     try:
+        call("capset")
         yield
     finally:
         sets[0] = effective
         call("capset")
+        path.chmod(mode)

@@ -28,12 +28,7 @@ class Planned:
         return Planned, (self._plain,)
 
     def at(self, point: str, file: str) -> None:
-        """Pass a named point.
-
-        Raises:
-            OSError: The fault has an errno.
-            RuntimeError: The fault asks for an ordinary exception.
-        """
+        """Pass a named point."""
         plain = self._plain
         if plain["point"] != point or plain.get("file", "") not in file:
             return

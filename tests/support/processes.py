@@ -12,11 +12,9 @@ from typing import Any
 
 
 def answer_of(module: str, call: str) -> Any:
-    """The plain value of a call of a program's function, in a new process without a launcher.
+    """The plain value of a call, in which ``Path`` is known, of a function of ``programs.NAME``.
 
-    Args:
-        module: The program, as in ``programs.NAME``.
-        call: The call, in which ``Path`` is known.
+    In a new process without a launcher.
     """
     function = call.partition("(")[0]
     program = f"from {module} import {function}; from pathlib import Path; print({call})"

@@ -59,10 +59,8 @@ def run_ranks(
 
     Args:
         world_size: Number of ranks.
-        program: ``module:function``; called with ``out`` and ``args`` after
-            ``init_process_group("gloo")``.
+        program: Called with ``out`` and ``args`` after ``init_process_group("gloo")``.
         out: Directory for results and for whatever the program writes.
-        *args: More arguments, as strings.
         timeout_s: The whole process group is killed after this many seconds.
         check: Whether a rank that fails is an error here.
         whole_end: Whether interpreters are taken apart at the end, which takes 0.25 s more each.
@@ -87,9 +85,7 @@ class Program(NamedTuple):
 def on_ranks(*names: str, ranks: int | tuple[int, ...] = 2) -> pytest.MarkDecorator:
     """Give a test, as ``found``, the results of a program in rank order; once for each name.
 
-    Args:
-        *names: ``module:function``, and arguments after spaces; see ``run_ranks``.
-        ranks: How many; the test is run for each number.
+    And for each number of ranks. A name is ``module:function``, and arguments after spaces.
     """
     numbers = ranks if isinstance(ranks, tuple) else (ranks,)
     programs = [Program(number, name) for number in numbers for name in names]

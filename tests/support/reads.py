@@ -6,12 +6,7 @@ from nostall._storage.port import Source
 
 
 class CountedSource:
-    """A file that notes the length of each read.
-
-    Args:
-        source: The file.
-        lengths: What they are added to.
-    """
+    """A file that adds the length of each read to a list."""
 
     def __init__(self, source: Source, lengths: list[int]) -> None:
         self._source, self._lengths = source, lengths

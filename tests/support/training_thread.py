@@ -46,9 +46,7 @@ def work_for_saves() -> Iterator[Counter[str]]:
 class Periods:
     """Periods of a training loop, each with what its thread did for nostall's saves.
 
-    Args:
-        starts: The steps or epochs with which they begin; each ends with the next, or with
-            :meth:`close`.
+    They begin with these steps or epochs; each ends with the next, or with :meth:`close`.
     """
 
     def __init__(self, *starts: int) -> None:
