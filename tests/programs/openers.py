@@ -76,12 +76,11 @@ class Late(Upload):
 
 def open_but_one(path: str, mode: str) -> Any:
     """Refuse the second file of a rank, and let the first one be written only after that."""
-    if path.endswith("_1.distcp"):
-        _both.wait(60)
-        _refused.set()
-        return open_nothing(path, mode)
     _both.wait(60)
-    return Late(path, mode)
+    if not path.endswith("_1.distcp"):
+        return Late(path, mode)
+    _refused.set()
+    return open_nothing(path, mode)
 
 
 class OfOneThread:
