@@ -43,8 +43,9 @@ def held(tmp_path: Path, given_up_soon: None) -> Iterator[AsyncCallsQueue]:
 
 @pytest.fixture
 def impatient(given_up_soon: None) -> None:
-    """No wait for a save lasts longer than a second."""
+    """No wait for a save lasts longer than a second; its process is there."""
     nostall.configure(EngineOptions(save_timeout_s=1.0))
+    nostall.warmup()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -106,19 +107,23 @@ def _failure_of(error: BaseException | None) -> BaseException:
 
 
 def _nobody_is_left() -> bool:
-    """Whether everything that was left behind has come to its end."""
     left = ("nostall-storage", "nostall-writer", "nostall-io")
     return not any(thread.name.startswith(left) for thread in threading.enumerate())
 
 
 def _failure_in_time(save: Callable[..., None], path: Path, go: Callable[[], None]) -> Any:
-    """The failure of a save whose storage is stuck; storage answers when it was raised."""
+    """The failure of a save whose storage is stuck; storage answers when it was raised.
+
+    When this returns, everything that was left behind has come to its end.
+    """
     with ThreadPoolExecutor(1) as pool:
         saving = pool.submit(save, path, small_state())
         try:
-            return _failure_of(saving.exception(SOON_S))
+            failure = _failure_of(saving.exception(SOON_S))
         finally:
             go()
+    wait_until(_nobody_is_left)
+    return failure
 
 
 @pytest.mark.usefixtures("impatient")
@@ -132,7 +137,6 @@ def test_a_synchronous_save_does_not_wait_for_storage_for_ever(tmp_path: Path, p
     assert (failure.rank, failure.phase, failure.path) == (0, "write", str(path))
     assert failure.hint is not None
     assert "removed when it answers" in failure.hint
-    wait_until(_nobody_is_left)
     assert os.listdir(path) == []
     save_now(path, small_state())
     assert nostall.verify(path).ok
@@ -152,7 +156,6 @@ def test_what_was_given_up_before_it_was_published_is_never_published(
         failure = _failure_in_time(save, path, hold.release)
     assert isinstance(failure, SaveTimeoutError)
     assert (failure.phase, failure.path) == ("commit", str(path / ".metadata"))
-    wait_until(_nobody_is_left)
     assert (path / ".metadata").read_bytes() == before
     assert not list(path.glob("*.tmp"))
     assert nostall.verify(path).ok
@@ -165,10 +168,8 @@ def test_a_rename_that_storage_does_not_answer_is_not_taken_for_undone(
 ) -> None:
     """Nothing is removed that the metadata may refer to, and it is there when storage answers."""
     path = tmp_path / "saved"
-    storage = HangingOs("replace")
-    with patch.object(posix, "os", storage):
+    with patch.object(posix, "os", HangingOs("replace")) as storage:
         failure = _failure_in_time(save, path, storage.answer)
-        wait_until(_nobody_is_left)
     assert isinstance(failure, NotDurableError)
     assert nostall.verify(path).ok
 
@@ -181,10 +182,8 @@ def test_planning_does_not_wait_for_storage_for_ever(
 ) -> None:
     """A directory that cannot be made or looked at in time is an error that names it."""
     path = tmp_path / "saved"
-    storage = HangingOs(stuck, "saved")
-    with patch.object(posix, "os", storage):
+    with patch.object(posix, "os", HangingOs(stuck, "saved")) as storage:
         failure = _failure_in_time(save, path, storage.answer)
-        wait_until(_nobody_is_left)
     assert isinstance(failure, SaveTimeoutError)
     assert (failure.phase, failure.path) == ("plan", str(path))
 
@@ -195,11 +194,9 @@ def test_files_that_cannot_be_removed_in_time_are_named(
 ) -> None:
     """Training goes on; the log says what may stay, and it is removed when storage answers."""
     path = tmp_path / "saved"
-    storage = HangingOs("unlink")
     full = Fault.errno("fsync", errno.ENOSPC)
-    with patch.object(posix, "os", storage), inject(full):
+    with patch.object(posix, "os", HangingOs("unlink")) as storage, inject(full):
         failure = _failure_in_time(save_split, path, storage.answer)
-        wait_until(_nobody_is_left)
     assert isinstance(failure, WriteError)
     assert str(path / "__0_0.distcp") in caplog.text
     assert os.listdir(path) == []
