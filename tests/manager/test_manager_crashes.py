@@ -98,13 +98,9 @@ class Disk:
 
 
 def live(root: Path, policies: list[Policy], calls: list[str], saved: dict[int, list[Any]]) -> None:
-    """One life: restore, save as told, until the end or the crash.
+    """One life: restore, and save as told, until the end or the crash.
 
-    Args:
-        root: Where.
-        policies: What is promised.
-        calls: What the job does.
-        saved: The state of each save of each step, from the one known to be committed on.
+    ``saved`` has the state of each save of each step, from the one known to be committed on.
     """
     disturb()
     job = Job()

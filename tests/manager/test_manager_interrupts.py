@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # as the module that is tested
-import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,6 @@ from nostall._model.threads import (
     uninterrupted,
 )
 from nostall.manager import SaveHandle
-from support import loaded
 from support.faults import Hold, inject
 from support.interrupts import calls_ours, interrupt_the_wait, interrupted, takes_a_lock
 from support.waiting import wait_until
@@ -57,21 +53,14 @@ def require_agreement(
     assert [path for path in left if list(path.iterdir())] == []
 
 
-def calls_of_a_save(root: Path) -> int:
-    manager = CheckpointManager(root)
-    manager.save(1, state(1))
-    manager.wait()
-    with interrupted(0, calls_ours) as calls:
-        manager.save(2, state(2))
-    manager.close()
-    return calls[0]
-
-
 def test_a_signal_at_any_call_of_a_save_leaves_a_working_manager(tmp_path: Path) -> None:
     """While an earlier save is under way; the interrupted one is committed, or leaves nothing."""
-    total = calls_of_a_save(tmp_path / "counted")
+    with CheckpointManager(tmp_path / "counted") as manager:
+        manager.save(1, state(1)).result()
+        with interrupted(0, calls_ours) as calls:
+            manager.save(2, state(2))
+    (total,), interrupts = calls, 0
     assert total > 50
-    interrupts = 0
     manager = CheckpointManager(tmp_path / "root")
     handles = [manager.save(1, state(1))]
     for number, at in enumerate(range(1, total, total // 20)):
@@ -87,18 +76,15 @@ def test_a_signal_at_any_call_of_a_save_leaves_a_working_manager(tmp_path: Path)
     manager.close()
 
 
-def wait_a_minute(manager: CheckpointManager) -> None:
-    manager.wait(60)
-
-
-@pytest.mark.parametrize("call", [CheckpointManager.poll, CheckpointManager.wait, wait_a_minute])
+@pytest.mark.parametrize("call", [CheckpointManager.poll, CheckpointManager.wait])
 def test_a_signal_inside_of_a_future_leaves_no_lock_taken(
     tmp_path: Path, call: Callable[[CheckpointManager], None]
 ) -> None:
     """The thread that settles it would wait for ever, and the save would never end."""
     manager = CheckpointManager(tmp_path)
-    number = 1
-    while True:
+    number, taken = 0, [0]
+    while taken[0] >= number:
+        number += 1
         step = 10 * number
         with Hold("fsync") as hold, inject(hold.fault):
             handles = [manager.save(step, state(step))]
@@ -109,9 +95,6 @@ def test_a_signal_inside_of_a_future_leaves_no_lock_taken(
                 call(manager)
             releasing.join()
         require_agreement(manager, tmp_path, handles, step + 1)
-        if taken[0] < number:
-            break
-        number += 1
     assert number > 1
     manager.close()
 
@@ -148,61 +131,26 @@ def test_a_signal_while_a_step_is_removed(tmp_path: Path) -> None:
     manager.close()
 
 
-def interrupt_at_moments(root: Path) -> None:
-    """SIGINT 0 to 50 ms after a save has begun."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    manager = CheckpointManager(root)
-    handles = []
-    for number in range(11):
-        step = 10 * number
-        main, moment_s = threading.main_thread().ident, number / 200
-        assert main is not None
-        timer = threading.Timer(moment_s, signal.pthread_kill, (main, signal.SIGINT))
-        with suppress(KeyboardInterrupt):
-            timer.start()
-            handles.append(manager.save(step, state(step)))
-            handles.append(manager.save(step + 1, state(step + 1)))
-            while timer.is_alive():
-                manager.poll()
-            timer.join()
-        timer.join()
-        require_agreement(manager, root, handles[-3:], step + 2)
-    manager.close()
-
-
-def test_signals_at_moments_in_time(tmp_path: Path) -> None:
-    """The manager goes on, whenever they arrive."""
-    here = Path(__file__).parent
-    path = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
-    # Not with coverage: an exception inside its tracer leaves it locked.
-    environment = {name: value for name, value in os.environ.items() if "COVERAGE" not in name}
-    program = "import pathlib, sys, test_manager_interrupts as tests\n"
-    program += "tests.interrupt_at_moments(pathlib.Path(sys.argv[1]))"
-    subprocess.run(
-        [*loaded.python(), "-c", program, str(tmp_path)],
-        env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        timeout=100,
-        check=True,
-    )
-
-
 def test_a_signal_waits_for_the_end_of_a_block() -> None:
-    """That of the outermost, however often it comes; the handler is the user's again then."""
-    reached = []
+    """That of the outermost, however often it comes, or of the one in a user's function."""
+    reached: list[str] = []
     handler = signal.getsignal(signal.SIGINT)
 
-    def interrupt() -> None:
-        with uninterrupted():
+    def run_in(outer: AbstractContextManager[None]) -> None:
+        with outer:
             with uninterrupted():
                 for _ in range(3):
                     signal.raise_signal(signal.SIGINT)
-                reached.append("after the signals")
-            reached.append("after the inner block")
+                reached.append("the block")
+            reached.append("the rest")
 
     with pytest.raises(KeyboardInterrupt):
-        interrupt()
+        run_in(uninterrupted())
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        run_in(interruptible())
+    assert reached == ["the block", "the rest", "the block"]
     assert signal.getsignal(signal.SIGINT) is handler
-    assert reached == ["after the signals", "after the inner block"]
+    assert not is_uninterrupted()
 
 
 def test_a_second_signal_interrupts_a_finalize_function() -> None:
@@ -244,41 +192,6 @@ def test_a_wait_is_interrupted(patience: int, comes: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         wait()
     assert time.monotonic() - began_s < 30
-
-
-def test_a_signal_in_a_block_is_raised_in_the_users_function_around_it() -> None:
-    """When the inner block ends, not when the function does."""
-    ran: list[str] = []
-
-    def users() -> None:
-        with uninterrupted():
-            signal.raise_signal(signal.SIGINT)
-            ran.append("the block")
-        ran.append("the rest")
-
-    with pytest.raises(KeyboardInterrupt), uninterrupted(), interruptible():
-        users()
-    assert ran == ["the block"]
-    assert not is_uninterrupted()
-
-
-def test_a_signal_while_a_block_begins_leaves_the_handler_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The block may begin in a user's function that a framework runs without one."""
-    handler, real = signal.getsignal(signal.SIGINT), _signal.signal
-
-    def install(number: int, function: Any) -> Any:
-        found = real(number, function)
-        monkeypatch.undo()
-        signal.raise_signal(signal.SIGINT)
-        return found
-
-    monkeypatch.setattr(_signal, "signal", install)
-    with pytest.raises(KeyboardInterrupt), interruptible(), uninterrupted():
-        pass
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert not is_uninterrupted()
 
 
 def test_signals_while_a_step_becomes_a_committed_one(tmp_path: Path) -> None:

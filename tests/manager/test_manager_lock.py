@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -44,15 +44,17 @@ def locks_held(root: Path) -> list[str]:
 
 
 @contextmanager
-def other_job(root: Path) -> Iterator[int]:
-    """The id of a job that has saved, and saves no more; it ends with its standard input."""
-    with subprocess.Popen(
-        [*loaded.python(), "-c", OTHER_JOB, str(root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        assert other.stdout is not None
-        yield int(other.stdout.readline())
+def started(program: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process, and the id that it prints; it ends with its standard input."""
+    command = [*loaded.python(), "-c", program, *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+
+
+def other_job(root: Path) -> AbstractContextManager[tuple[subprocess.Popen[bytes], int]]:
+    """A job that has saved, and saves no more."""
+    return started(OTHER_JOB, str(root))
 
 
 def is_told_of_this_process(root: Path) -> bool:
@@ -64,7 +66,7 @@ def is_told_of_this_process(root: Path) -> bool:
 
 def test_a_second_job_is_an_error_until_the_first_is_killed(tmp_path: Path) -> None:
     """It may restore, though; the error names the process. Its lock dies with it."""
-    with other_job(tmp_path) as pid:
+    with other_job(tmp_path) as (_, pid):
         manager = CheckpointManager(tmp_path, save_every=1000)  # told long before that
         assert manager.restore(dict(STATE)) is not None
         for call in (lambda: manager.save(2, STATE), lambda: manager.should_save(1)):
@@ -77,15 +79,21 @@ def test_a_second_job_is_an_error_until_the_first_is_killed(tmp_path: Path) -> N
 
 
 def test_managers_of_one_process_share_the_lock(tmp_path: Path) -> None:
-    """The root stays locked until the last of them is closed."""
-    first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
-    first.save(1, STATE).result()
-    second.save(2, STATE).result()
-    second.close()
-    assert is_told_of_this_process(tmp_path)
+    """By any name of the root, until the last is closed; reading or copying it changes nothing."""
+    root, alias = tmp_path / "root", tmp_path / "alias"
+    root.mkdir()
+    alias.symlink_to(root)
+    first, *others = (CheckpointManager(each) for each in (root, root, alias))
+    for step, manager in enumerate((first, *others)):
+        manager.save(step, STATE).result()
+    for manager in others:
+        manager.close()
+    (root / LOCK_NAME).read_bytes()
+    shutil.copytree(root, tmp_path / "copy")
+    assert is_told_of_this_process(root)
     first.close()
-    with other_job(tmp_path):
-        assert not locks_held(tmp_path)
+    with other_job(root):
+        assert not locks_held(root)
 
 
 @pytest.mark.parametrize("point", ["open", "fsync"])
@@ -111,7 +119,15 @@ def test_a_save_of_another_manager_is_not_taken_for_an_interrupted_one(
     assert "removed" not in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["symbolic link", "hard link", "FIFO", "broken link"])
+LINKS: dict[str, Callable[[Path, Path], None]] = {
+    "symbolic link": lambda link, notes: link.symlink_to(notes),
+    "hard link": lambda link, notes: link.hardlink_to(notes),
+    "broken link": lambda link, notes: link.symlink_to(notes.parent / "elsewhere"),
+    "FIFO": lambda link, notes: os.mkfifo(link),
+}
+
+
+@pytest.mark.parametrize("kind", LINKS)
 def test_what_another_name_leads_to_is_not_changed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
 ) -> None:
@@ -120,15 +136,7 @@ def test_what_another_name_leads_to_is_not_changed(
     root.mkdir()
     notes.write_text("of the user")
     link = root / LOCK_NAME
-    match kind:
-        case "symbolic link":
-            link.symlink_to(notes)
-        case "hard link":
-            link.hardlink_to(notes)
-        case "broken link":
-            link.symlink_to(tmp_path / "elsewhere")
-        case "FIFO":
-            os.mkfifo(link)
+    LINKS[kind](link, notes)
     before = link.lstat()
     with CheckpointManager(root) as manager:
         manager.save(1, STATE).result()
@@ -153,31 +161,6 @@ def test_a_lock_file_of_another_user_is_not_written_to(
     assert ("cannot be locked: .nostall.lock is the file of" in caplog.text) == (owner == 0)
 
 
-def test_the_lock_outlasts_reading_and_copying_the_root(tmp_path: Path) -> None:
-    """In the process that has it, which may also back its root up."""
-    manager = CheckpointManager(tmp_path / "root")
-    manager.save(1, STATE).result()
-    (tmp_path / "root" / LOCK_NAME).read_bytes()
-    shutil.copytree(tmp_path / "root", tmp_path / "copy")
-    assert is_told_of_this_process(tmp_path / "root")
-    manager.close()
-
-
-def test_the_lock_outlasts_a_manager_of_another_name_of_the_root(tmp_path: Path) -> None:
-    """A link to the root is the root: both managers save, and the lock ends with the last."""
-    root, alias = tmp_path / "root", tmp_path / "alias"
-    root.mkdir()
-    alias.symlink_to(root)
-    first, second = CheckpointManager(root), CheckpointManager(alias)
-    first.save(1, STATE).result()
-    second.save(2, STATE).result()
-    second.close()
-    assert is_told_of_this_process(root)
-    first.close()
-    with other_job(root):
-        assert not locks_held(root)
-
-
 def test_a_child_that_outlives_its_parent_does_not_keep_the_lock(tmp_path: Path) -> None:
     """Such as a forked worker of a data loader, after SIGKILL of the trainer."""
     program = f"""
@@ -190,31 +173,11 @@ if os.fork() == 0:
     os._exit(0)
 signal.pause()
 """
-    with subprocess.Popen(
-        [*loaded.python(), "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as job:
-        assert job.stdout is not None
-        os.kill(int(job.stdout.readline()), signal.SIGKILL)
+    with started(program) as (job, pid):
+        os.kill(pid, signal.SIGKILL)
         job.wait()
         with CheckpointManager(tmp_path, save_every=1) as manager:
             assert manager.should_save(2)
-        assert job.stdin is not None
-        job.stdin.close()
-
-
-def test_a_root_that_was_made_again_is_locked_for_all_its_managers(tmp_path: Path) -> None:
-    """Until the last of them is closed; no descriptor is left."""
-    root = tmp_path / "root"
-    before, after = CheckpointManager(root), CheckpointManager(root)
-    before.save(1, STATE).result()
-    shutil.rmtree(root)
-    after.save(1, STATE).result()
-    before.close()
-    assert is_told_of_this_process(root)
-    after.close()
-    assert not locks_held(root)
-    saving = [*loaded.python(), "-c", OTHER_JOB, str(root)]
-    subprocess.run(saving, input="", capture_output=True, text=True, check=True)
 
 
 def test_a_forked_child_has_no_locks(tmp_path: Path) -> None:
@@ -268,6 +231,7 @@ def test_a_closed_manager_saves_no_more(tmp_path: Path) -> None:
     for call in (
         lambda: manager.save(2, STATE),
         lambda: manager.should_save(2),
+        lambda: manager.discard_after(1),
     ):
         with pytest.raises(OptionError, match="the manager is closed"):
             call()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import threading
+import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,15 +23,14 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import nostall
 from nostall import CheckpointManager, KeepLatest, PerRank, _torch
-from nostall import manager as manager_module
 from nostall._manager import steps
 from nostall._storage import posix
 from nostall.errors import NostallError
 from nostall.options import EngineOptions
 from nostall.removal import remove_checkpoint
-from support.faults import Fault, Hold, inject
+from support.faults import Fault, inject
 from support.training import Job, disturb
-from support.waiting import HangingOs, stands_in, wait_until
+from support.waiting import HangingOs, wait_until
 
 Facts = dict[str, Any]
 
@@ -41,7 +40,6 @@ def everything(out: Path) -> Facts:
     scenarios: list[Callable[[Path], Any]] = [
         resumed,
         sharded,
-        failing,
         unreadable,
         stuck,
         saved_again,
@@ -51,16 +49,14 @@ def everything(out: Path) -> Facts:
         unfit,
         other_shapes,
         factored,
-        on_meta,
         without_numpy,
-        going_on,
     ]
     found = {}
     for scenario in scenarios:
         (out / scenario.__name__).mkdir(exist_ok=True)
         dist.barrier()
         found[scenario.__name__] = scenario(out / scenario.__name__)
-    return found
+    return {**found, **{how: failing(out / how, how) for how in ("raise", "warn")}}
 
 
 def resumed(out: Path) -> Facts:
@@ -107,42 +103,42 @@ class App:
         )
 
 
-def _sharded(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _job(
+    seed: int, make: Callable[[Any], torch.optim.Optimizer], *, is_sharded: bool = True
+) -> Facts:
+    """A model, and the optimizer that is made for its parameters."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3))
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
+    if is_sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return {"model": model, "optimizer": make(model.parameters())}
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps_: int) -> list[float]:
-    losses = []
-    for step in range(steps_):
-        loss = model(torch.full((2, 6), float(step + 1))).square().sum()
+def _train(job: Facts, steps: int) -> list[float]:
+    """The losses of so many steps."""
+
+    def closure() -> torch.Tensor:
+        job["optimizer"].zero_grad()
+        loss: torch.Tensor = job["model"](torch.ones(2, 6)).square().sum()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        return loss
 
-
-def _state_of(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Facts:
-    if name == "objects":
-        return {"model": model, "optimizer": optimizer}
-    return {"app": App(model, optimizer)}
+    return [float(job["optimizer"].step(closure)) for _ in range(steps)]
 
 
 def sharded(out: Path) -> Facts:
     """Objects as they are, and by names: a new job with other weights continues equally."""
     found = {}
+    adam = partial(torch.optim.AdamW, lr=0.1)
     for name in ("objects", "names"):
-        model, optimizer = _sharded(0)
-        _train(model, optimizer, 2)
+        job, other = _job(0, adam), _job(1, adam)
+        states = [each if name == "objects" else {"app": App(**each)} for each in (job, other)]
+        _train(job, 2)
         with CheckpointManager(out / name) as manager:
-            manager.save(2, _state_of(name, model, optimizer))
-            expected = _train(model, optimizer, 3)
-            other = _sharded(1)
-            manager.restore(_state_of(name, *other))
-        found[name] = [_train(*other, 3), expected]
+            manager.save(2, states[0])
+            expected = _train(job, 3)
+            manager.restore(states[1])
+        found[name] = [_train(other, 3), expected]
     return found
 
 
@@ -165,28 +161,36 @@ def _error_of(call: Callable[[], Any]) -> str:
     return "none"
 
 
-def failing(out: Path) -> Facts:
-    """Make rank 1 fail on several occasions, and save in between; the errors on this rank."""
+def failing(out: Path, how: Any) -> Facts:
+    """Rank 1 fails on several occasions, and both save on; then later steps are discarded."""
     rank = dist.get_rank()
     state: Facts = {f"of {rank}": torch.full((9,), float(rank))}
     broken: Facts = {**state, "object": _Broken()} if rank == 1 else state
-    faults = [Fault.errno("chunk", 28)] if rank == 1 else []
-    manager = CheckpointManager(out, keep=KeepLatest(1), save_every=1)
-    found = {"first": _error_of(lambda: manager.save(1, broken))}
-    for step in (1, 2, 3):  # so that plans are known, and ranks plan alone
-        manager.save(step, state).result()
-    found["later"] = _error_of(lambda: manager.save(4, broken).result())
     loss: Any = "n/a" if rank == 1 else 0.5
-    found["metrics"] = _error_of(lambda: manager.save(4, state, metrics={"loss": loss}).result())
-    with inject(*faults):
-        handle = manager.save(5, state)
-        found["write"] = _error_of(manager.wait)
-    found["handle"] = _error_of(handle.result)
-    manager.save(6, state).result()
+    manager = CheckpointManager(out, save_every=1, on_error=how)
+
+    def save(step: int) -> None:
+        dist.barrier()
+        assert manager.should_save(step)
+        manager.save(step, state)
+
+    def told(*calls: Callable[[], Any]) -> list[str]:
+        return [error for call in calls if (error := _error_of(call)) != "none"]
+
+    found: Facts = {"first": told(lambda: manager.save(0, broken))}
+    with inject(*([Fault.errno("chunk", 28)] if rank == 1 else [])):
+        handle = manager.save(1, state)
+        wait_until(manager._queue._caller._calls[0].outcome.done)
+    found["write"] = told(*(partial(save, step) for step in range(2, 6)))
+    found["later"] = told(lambda: manager.save(6, broken), manager.wait)
+    found["metrics"] = told(lambda: manager.save(6, state, {"loss": loss}), manager.wait)
+    found["steps"] = manager.all_steps()
+    found["restore"] = told(lambda: manager.restore(broken, 3))
+    manager.restore(state, 3)
+    manager.discard_after(3)
+    manager.save(4, state)
     manager.close()
-    found["steps"] = str(manager.all_steps())
-    found["restore"] = _error_of(lambda: manager.restore(broken))
-    return found
+    return {**found, "handle": told(handle.result), "discarded": manager.all_steps()}
 
 
 def unreadable(out: Path) -> Facts:
@@ -244,30 +248,17 @@ def saved_again(out: Path) -> Facts:
 
 
 def closed(out: Path) -> Facts:
-    """Rank 0 removes a step only when the other rank waits for it, or does not wait at all."""
+    """Rank 0, which removes, is slow."""
     state: Facts = {f"of {dist.get_rank()}": torch.ones(9)}
-    manager, main = CheckpointManager(out, keep=KeepLatest(1)), threading.main_thread()
-    manager.save(1, state).result()
-    has_looked = threading.Event()
-
-    def allow() -> None:
-        wait_until(lambda: has_looked.is_set() or stands_in(main, manager_module.agreed))
-        (out / "may remove").touch()
 
     def remove(path: str) -> None:
-        wait_until((out / "may remove").exists)
+        time.sleep(0.5)
         remove_checkpoint(path)
 
-    manager.save(2, state)
-    with ExitStack() as stack:
-        if dist.get_rank() == 0:
-            stack.enter_context(patch.object(steps, "remove_checkpoint", remove))
-        else:
-            allowing = threading.Thread(target=allow)
-            allowing.start()
-            stack.callback(allowing.join)
-            stack.callback(has_looked.set)
-        manager.close()
+    with patch.object(steps, "remove_checkpoint", remove):
+        with CheckpointManager(out, keep=KeepLatest(1)) as manager:
+            manager.save(1, state)
+            manager.save(2, state)
         return {"steps": manager.all_steps()}
 
 
@@ -333,40 +324,22 @@ class Holding:
         self.tensor = state["tensor"]
 
 
-def _as_long_as(length: int) -> dict[str, Any]:
-    """States with a tensor of this length."""
-    tensor = torch.full((length,), float(length))
-    parameter = nn.Parameter(torch.ones(length))
-    optimizer = torch.optim.SGD([parameter], momentum=0.9)
-    parameter.grad = torch.ones(length)
-    optimizer.step()
-    return {
-        "dictionary": {"a": tensor},
-        "list": [tensor],
-        "object": Holding(tensor),
-        "optimizer": optimizer,
-    }
-
-
 def other_shapes(out: Path) -> Facts:
     """Ranks have tensors of one name and other shapes: from the first save on, and later."""
     rank = dist.get_rank()
-    found = {}
-    for name, value in _as_long_as(4 + rank).items():
-        with CheckpointManager(out / name) as manager:
-            found[name] = _error_of(lambda: manager.save(1, {"x": value}))  # noqa: B023  # now
+    own = Holding(torch.full((4 + rank,), float(rank)))
+    with CheckpointManager(out / "first") as manager:
+        found = {"first": _error_of(lambda: manager.save(1, {"x": own}))}
     with CheckpointManager(out / "later") as manager:
         for step in (1, 2, 3):  # so that plans are known, and ranks plan alone
             manager.save(step, {"x": torch.ones(4)}).result()
         found["later"] = _error_of(lambda: manager.save(4, {"x": torch.ones(4 + rank)}).result())
         manager.save(5, {"x": torch.ones(5)}).result()
-    state = {"x": PerRank(Holding(torch.full((4 + rank,), float(rank))))}
     with CheckpointManager(out / "per rank") as manager:
-        manager.save(1, state)
-        state["x"].stateful.load_state_dict({"tensor": torch.zeros(1)})
-        manager.restore(state)
-    found["per rank"] = str(state["x"].stateful.state_dict()["tensor"].tolist())
-    return found
+        manager.save(1, {"x": PerRank(own)})
+        own.tensor = torch.zeros(1)
+        manager.restore({"x": PerRank(own)})
+    return {**found, "per rank": str(own.tensor.tolist())}
 
 
 class Factored(torch.optim.Optimizer):
@@ -397,68 +370,39 @@ def factored(out: Path) -> Facts:
     """Optimizers whose state has other shapes than parameters, into new ones, under FSDP2."""
     made: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "factored": Factored,
-        "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=3),
+        "LBFGS": partial(torch.optim.LBFGS, lr=0.1, max_iter=3),
     }
 
-    def fresh(
-        name: str, seed: int, *, sharded: bool = True
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
-        if sharded:
-            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        return model, made[name](model.parameters())
-
-    def train(model: nn.Module, optimizer: Any) -> float:
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss: torch.Tensor = model(torch.ones(2, 6)).square().sum()
-            loss.backward()
-            return loss
-
-        return float(optimizer.step(closure))
-
-    def placements(optimizer: torch.optim.Optimizer) -> list[str]:
-        flat, _ = _torch.flatten_state_dict(dict(optimizer.state_dict()["state"]))
+    def placements(job: Facts) -> list[str]:
+        flat, _ = _torch.flatten_state_dict(dict(job["optimizer"].state_dict()["state"]))
         return [f"{name} {getattr(each, 'placements', None)}" for name, each in flat.items()]
 
     found: Facts = {}
-    for name in made:
-        job = fresh(name, 0)
+    for name, make in made.items():
+        job, other = _job(0, make), _job(1, make)
+        plain = _job(1, make, is_sharded=False)
         with CheckpointManager(out / name) as manager:
-            manager.save(0, {"optimizer": job[1]})  # before its first step it has no state
-            train(*job)
-            train(*job)
-            manager.save(2, dict(zip(("model", "optimizer"), job, strict=True)))
-            manager.wait()
-            other = fresh(name, 1)
-            manager.restore(dict(zip(("model", "optimizer"), other, strict=True)))
+            manager.save(0, {"optimizer": job["optimizer"]})  # without state before its first step
+            _train(job, 2)
+            manager.save(2, job).result()
+            manager.restore(other)
+            manager.restore(plain)
         found[name] = {
-            "placements": [placements(other[1]), placements(job[1])],
-            "losses": [[train(*each) for _ in range(3)] for each in (other, job)],
+            "placements": [placements(other), placements(job)],
+            "losses": [_train(other, 3), _train(job, 3)],
+            "plain": placements(plain),
+            "plain loss": _train(plain, 1),
         }
-        plain = fresh(name, 1, sharded=False)
-        CheckpointManager(out / name).restore(dict(zip(("model", "optimizer"), plain, strict=True)))
-        found[name] |= {"plain": placements(plain[1]), "plain loss": train(*plain)}
     with CheckpointManager(out / "unknown") as manager:
-        plain = fresh("factored", 0, sharded=False)
-        train(*plain)
-        manager.save(1, {"optimizer": plain[1]})
-        manager.wait()
-        model, optimizer = fresh("factored", 0)
-        found["unknown"] = _error_of(lambda: manager.restore({"optimizer": optimizer}))
-        train(model, optimizer)
-        found["after one step"] = _error_of(lambda: manager.restore({"optimizer": optimizer}))
-        train(model, optimizer)
+        plain, job = _job(0, Factored, is_sharded=False), _job(0, Factored)
+        _train(plain, 1)
+        manager.save(1, {"optimizer": plain["optimizer"]}).result()
+        optimizer = {"optimizer": job["optimizer"]}
+        found["unknown"] = _error_of(lambda: manager.restore(optimizer))
+        _train(job, 1)
+        found["after one step"] = _error_of(lambda: manager.restore(optimizer))
+        _train(job, 1)
     return found
-
-
-def on_meta(out: Path) -> Facts:
-    """The model of the new job has no memory."""
-    with CheckpointManager(out) as manager:
-        manager.save(1, {"model": nn.Linear(3, 3)})
-        model = nn.Linear(3, 3, device="meta")
-        return {"error": _error_of(lambda: manager.restore({"model": model}))}
 
 
 def without_numpy(out: Path) -> Facts:
@@ -481,60 +425,9 @@ def without_numpy(out: Path) -> Facts:
     return {**found, "steps": manager.all_steps()}
 
 
-def going_on(out: Path) -> Facts:
-    """With errors, and with warnings."""
-    return {how: _going_on(out / how, how) for how in ("raise", "warn")}
-
-
-def _going_on(out: Path, how: Any) -> Facts:
-    """A write fails on rank 1, a plan on both; then later steps are discarded."""
-    rank = dist.get_rank()
-    state: Facts = {f"of {rank}": torch.full((9,), float(rank))}
-    manager = CheckpointManager(out, save_every=1, on_error=how)
-    with inject(*([Fault.errno("chunk", 28)] if rank == 1 else [])):
-        handle = manager.save(1, state)
-        wait_until(manager._queue._caller._calls[0].outcome.done)
-
-    def save(step: int) -> None:
-        dist.barrier()
-        assert manager.should_save(step)
-        manager.save(step, state)
-
-    broken: Facts = {**state, "object": _Broken()} if rank == 1 else state
-    errors = [_error_of(partial(save, step)) for step in range(2, 6)]
-    errors += [_error_of(lambda: manager.save(6, broken)), _error_of(manager.wait)]
-    steps = manager.all_steps()
-    manager.restore(state, 3)
-    manager.discard_after(3)
-    manager.save(4, state)
-    manager.close()
-    return {
-        "errors": [each for each in errors if each != "none"],
-        "steps": steps,
-        "handle": _error_of(handle.result),
-        "discarded": manager.all_steps(),
-    }
-
-
 def alone(out: Path) -> str:
     """Rank 0 saves, as many programs have their rank 0 do it; the other rank ends meanwhile."""
     if dist.get_rank() > 0:
         os._exit(0)
     manager = CheckpointManager(out / "root")
     return _error_of(lambda: manager.save(1, {"weight": torch.ones(3)}))
-
-
-# --- killed ---------------------------------------------------------------------------------------
-
-
-def killed(out: Path) -> None:
-    """Both ranks are killed while the second save is being written."""
-    rank = dist.get_rank()
-    state: Facts = {f"of {rank}": torch.full((9,), float(rank))}
-    manager = CheckpointManager(out / "root")
-    manager.save(1, state).result()
-    with Hold() as hold, inject(hold.fault):
-        manager.save(2, state)
-        hold.wait_reached()
-        dist.barrier()
-        os.kill(os.getpid(), 9)
