@@ -84,21 +84,17 @@ def script(block: str) -> str:
     ).stdout
 
 
-def test_the_page_and_the_help_list_the_same_exit_statuses(run: Run) -> None:
-    """All that the code has."""
+def test_the_page_and_the_help_list_the_same(run: Run) -> None:
+    """All exit statuses that the code has, and every command."""
     table = PAGE.split("| exit status |")[1].split("\n\n")[0]
     on_page = set(
         re.findall(r"\d+", " ".join(re.findall(r"^\| ([\d, ]+) \|", table, re.MULTILINE)))
     )
-    in_help = set(re.findall(r"\d+", run("--help")[1].split("exit status:")[1]))
+    shown = run("--help")[1]
+    in_help = set(re.findall(r"\d+", shown.split("exit status:")[1]))
     assert on_page == in_help == {str(status.value) for status in Status}
-
-
-def test_the_page_lists_every_command(run: Run) -> None:
-    """The reference page and ``--help`` both list every command."""
     first = PAGE.split("\n## ")[0]
     assert set(_COMMANDS) <= set(re.findall(r"^\| `([a-z]+)[ `]", first, re.MULTILINE))
-    shown = run("--help")[1]
     assert all(re.search(rf"^    {name} ", shown, re.MULTILINE) for name in _COMMANDS)
 
 

@@ -1,40 +1,60 @@
-"""``convert``: a checkpoint directory becomes one ``torch.save`` file, and back."""
+"""``convert``: a checkpoint directory becomes one file of ``torch.save`` or safetensors, and back.
+
+Safetensors are judged by the package, and by stock's reader and writer.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import warnings
 import zipfile
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 
 import nostall
 from cli.conftest import Run
 from nostall._cli.convert import nested
 from nostall.errors import DamagedCheckpointError
+from support import loaded
 from support.object_store import S3Server
 from support.parts import save_in_halves
 from support.states import small_state
 
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32),
+    *(torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.uint16, torch.uint32, torch.uint64),
+]
+INDEX = "model.safetensors.index.json"
 
-def state_of(seed: int = 0) -> dict[str, Any]:
-    """Tensors on both sides of the limit from which they are mapped, of several dtypes."""
-    large = torch.arange(600_000.0).reshape(600, 1000) + seed
-    return {
-        **small_state(seed),
-        "large": large,
-        "half": large.to(torch.bfloat16),
-        "float8": torch.ones(3).to(torch.float8_e4m3fn),
-        "layers": [{"w": torch.full((2, 2), float(i))} for i in range(3)],
-    }
+
+def state_of_tensors() -> dict[str, Any]:
+    """Tensors on both sides of the limit from which they are mapped, of each dtype, and empty."""
+    large = torch.arange(600_000.0).reshape(600, 1000)
+    small = {str(each).partition(".")[2]: torch.ones(6, 5).to(each) for each in DTYPES}
+    return {**small, "large": large, "half": large.bfloat16(), "empty": torch.empty(0, 3)}
+
+
+def state_of() -> dict[str, Any]:
+    """Objects, too."""
+    layers = [{"w": torch.full((2, 2), float(i))} for i in range(3)]
+    return {**small_state(), **state_of_tensors(), "layers": layers}
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -48,23 +68,31 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@pytest.mark.parametrize("in_parts", [False, True], ids=["whole", "in parts"])
-def test_there_and_back(tmp_path: Path, run: Run, *, in_parts: bool) -> None:
-    """The file is what ``torch.save`` would have made of the state; back, it is the checkpoint."""
-    state = state_of()
-    if in_parts:
-        save_in_halves(tmp_path / "saved", state)
-    else:
-        dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "saved"))
-    file = tmp_path / "all.pt"
+def saved(path: Path | str, state: dict[str, Any]) -> Path | str:
+    """A checkpoint of nostall's."""
+    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(path), no_dist=True)
+    return path
+
+
+@pytest.mark.parametrize("save", [saved, save_in_halves], ids=["whole", "in parts"])
+@pytest.mark.parametrize("name", ["all.pt", "all.safetensors"])
+def test_there_and_back(
+    tmp_path: Path, run: Run, name: str, save: Callable[[Path, dict[str, Any]], object]
+) -> None:
+    """The file is what the package would have made of the state; back, it is the checkpoint."""
+    is_torchs = name == "all.pt"
+    state = state_of() if is_torchs else {**state_of_tensors(), "scalar": torch.tensor(2.5)}
+    save(tmp_path / "saved", state)
+    file = tmp_path / name
     assert run("convert", tmp_path / "saved", file)[0] == 0
-    assert is_same(torch.load(file), state)
-    with zipfile.ZipFile(file) as archive:
-        assert archive.testzip() is None
+    assert is_same(torch.load(file) if is_torchs else safetensors.torch.load_file(file), state)
+    if is_torchs:
+        with zipfile.ZipFile(file) as archive:
+            assert archive.testzip() is None
     assert run("convert", file, tmp_path / "again")[0] == 0
     assert nostall.verify(tmp_path / "again").ok
     assert run("diff", "--values", tmp_path / "saved", tmp_path / "again")[0] == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"saved", "all.pt", "again"}
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", name, "again"}
 
 
 def test_checkpoints_may_be_in_a_store(tmp_path: Path, run: Run, s3: S3Server) -> None:
@@ -73,7 +101,7 @@ def test_checkpoints_may_be_in_a_store(tmp_path: Path, run: Run, s3: S3Server) -
     state = state_of()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(f"{store}/saved"))
+        saved(f"{store}/saved", state)
     file = tmp_path / "all.pt"
     assert run("convert", f"{store}/saved", file)[0] == 0
     assert is_same(torch.load(file), state)
@@ -94,95 +122,108 @@ def test_checkpoints_may_be_in_a_store(tmp_path: Path, run: Run, s3: S3Server) -
 def test_objects_of_any_class_need_trust(tmp_path: Path, run: Run) -> None:
     """In both directions: without ``--trust`` nothing is unpickled that could run code."""
     state = {"x": torch.ones(2), "options": Namespace(lr=0.1)}
-    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "saved"))
-    file = tmp_path / "all.pt"
-    status, _, error = run("convert", tmp_path / "saved", file)
-    assert (status, error.count("\n"), file.exists()) == (1, 1, False)
-    assert "'options'" in error
-    assert "argparse.Namespace" in error
-    assert "--trust" in error
-    assert run("convert", "--trust", tmp_path / "saved", file)[0] == 0
-    assert torch.load(file, weights_only=False)["options"] == state["options"]
-    status, _, error = run("convert", file, tmp_path / "again")
-    assert (status, error.count("\n"), (tmp_path / "again").exists()) == (1, 1, False)
-    assert "argparse.Namespace" in error
-    assert "--trust" in error
-    assert run("convert", "--trust", file, tmp_path / "again")[0] == 0
+    path = tmp_path / "saved"
+    saved(path, state)
+    for source, target in ((path, tmp_path / "all.pt"), (tmp_path / "all.pt", tmp_path / "again")):
+        status, _, error = run("convert", source, target)
+        assert (status, error.count("\n"), target.exists()) == (1, 1, False)
+        assert source != path or "'options'" in error
+        assert "argparse.Namespace" in error
+        assert "--trust" in error
+        assert run("convert", "--trust", source, target)[0] == 0
+    assert torch.load(tmp_path / "all.pt", weights_only=False)["options"] == state["options"]
 
 
-def test_what_is_no_state_dict_is_refused(tmp_path: Path, run: Run) -> None:
-    """A tensor, a text, a form from before torch 1.6, which cannot be mapped."""
-    torch.save(torch.ones(3), tmp_path / "tensor.pt")
-    torch.save({"x": torch.ones(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    (tmp_path / "text.pt").write_text("not a file of torch.save")
-    for name, why in (
-        ("tensor.pt", "an object of type Tensor"),
-        ("text.pt", "it is not a file of torch.save"),
-        ("old.pt", "save files of torch before 1.6 anew"),
-    ):
-        status, _, error = run("convert", tmp_path / name, tmp_path / "other")
-        assert (status, error.count("\n"), (tmp_path / "other").exists()) == (1, 1, False)
-        assert why in error
+def flipped(path: Path) -> None:
+    """A file of ``torch.save`` with a damaged byte."""
+    torch.save({"a": torch.ones(1000)}, path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
+NOT_CONVERTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "tensor.pt": (lambda path: torch.save(torch.ones(3), path), "an object of type Tensor"),
+    "text.pt": (lambda path: path.write_text("text"), "it is not a file of torch.save"),
+    "old.pt": (
+        lambda path: torch.save({}, path, _use_new_zipfile_serialization=False),
+        "save files of torch before 1.6 anew",
+    ),
+    "plain.pkl": (
+        lambda path: path.write_bytes(pickle.dumps({"a": 1})),
+        "it is not a file of torch.save",
+    ),
+    "make.py": (lambda path: path.write_text("import torch"), "it is not a file of torch.save"),
+    "empty.pt": (lambda path: torch.save({}, path), "the state dict in it is empty"),
+    "__0_0.distcp": (
+        lambda path: saved(path.parent, {"a": torch.ones(9)}),
+        "it is a shard file of a checkpoint (pass the checkpoint's directory)",
+    ),
+    "damaged.pt": (flipped, "does not match its CRC-32"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CONVERTED)
 @pytest.mark.parametrize("trust", [(), ("--trust",)], ids=["", "trust"])
-def test_a_file_of_something_else_is_said_to_be_one(
-    tmp_path: Path, run: Run, trust: tuple[str, ...]
+def test_what_cannot_be_converted_is_named(
+    tmp_path: Path, run: Run, name: str, trust: tuple[str, ...]
 ) -> None:
-    """A program that is given by mistake is not a question of trust."""
-    (tmp_path / "make.py").write_text("import torch")
-    status, _, error = run("convert", *trust, tmp_path / "make.py", tmp_path / "x")
-    assert (status, error.count("\n"), (tmp_path / "x").exists()) == (1, 1, False)
-    assert "not a file of torch.save" in error
+    """It is no question of trust; and damaged bytes would get new checksums, which hide them."""
+    make, why = NOT_CONVERTED[name]
+    make(tmp_path / name)
+    status, _, error = run("convert", *trust, tmp_path / name, tmp_path / "new")
+    assert (status, error.count("\n"), (tmp_path / "new").exists()) == (1, 1, False)
+    assert why in error
     assert "--trust" not in error
     assert "weights_only" not in error
 
 
 @pytest.mark.parametrize(
-    ("source", "target"),
+    ("arguments", "status", "why"),
     [
-        ("saved", "all.gguf"),
-        ("saved", "all/"),
-        ("all.pt", "again.pt"),
-        ("all.pt", "again.PTH"),
-        ("all.pt", "again.safetensors"),
+        ("saved all.gguf", 2, "the name of the target says otherwise"),
+        ("saved all/", 2, "the name of the target says otherwise"),
+        ("all.pt again.PTH", 2, "the name of the target says otherwise"),
+        ("all.pt again.safetensors", 2, "the name of the target says otherwise"),
+        ("a.safetensors again.safetensors", 2, "the name of the target says otherwise"),
+        ("a.safetensors again.pt", 2, "the name of the target says otherwise"),
+        ("saved again.pt --prefix x", 2, "--prefix is for a target that ends with .safetensors"),
+        ("saved all.pt", 2, "the target exists"),
+        ("nowhere again", 3, "no such file or directory"),
+        (". again", 1, "'x' is in two files"),
     ],
 )
-def test_a_name_that_contradicts_what_is_written_is_refused(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, source: str, target: str
+def test_nothing_is_replaced_or_named_for_what_it_is_not(
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    status: int,
+    why: str,
 ) -> None:
     """No archive of ``torch.save`` is called GGUF, and no directory a file."""
     monkeypatch.chdir(tmp_path)
-    dcp.save({"x": torch.ones(2)}, storage_writer=nostall.FileSystemWriterAsync("saved"))
+    saved("saved", {"x": torch.ones(2)})
     torch.save({"x": torch.ones(2)}, "all.pt")
-    status, _, error = run("convert", source, target)
-    assert (status, error.count("\n")) == (2, 1)
-    assert "the name of the target says otherwise" in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.pt", "saved"]
-
-
-def test_nothing_is_replaced(tmp_path: Path, run: Run) -> None:
-    """A target that exists is a wrong argument; a source that does not is status 3."""
-    dcp.save({"x": torch.ones(2)}, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "saved"))
-    file = tmp_path / "all.pt"
-    file.write_text("precious")
-    assert run("convert", tmp_path / "saved", file)[0] == 2
-    assert file.read_text() == "precious"
-    assert run("convert", tmp_path / "nowhere", tmp_path / "x")[0] == 3
-    assert run("convert", tmp_path, tmp_path / "x")[0] == 3
+    for name in ("a.safetensors", "b.safetensors"):
+        safetensors.torch.save_file({"x": torch.ones(2)}, name)
+    before = Path("all.pt").read_bytes()
+    ended, _, error = run("convert", *arguments.split())
+    assert (ended, error.count("\n")) == (status, 1)
+    assert why in error
+    assert len(list(tmp_path.iterdir())) == 4
+    assert Path("all.pt").read_bytes() == before
 
 
 @pytest.mark.parametrize("name", ["zeros", "short", "gone"])
 def test_damage_leaves_no_file(tmp_path: Path, run: Run, name: str) -> None:
     """A shard file that cannot be read ends the conversion with one line, and nothing stays."""
-    dcp.save(state_of(), storage_writer=nostall.FileSystemWriterAsync(tmp_path / "saved"))
-    shard = next((tmp_path / "saved").glob("*.distcp"))
-    if name == "zeros":
-        shard.write_bytes(bytes(shard.stat().st_size))
-    elif name == "short":
-        os.truncate(shard, 100)
-    else:
-        shard.unlink()
+    saved(tmp_path / "saved", state_of())
+    (shard,) = (tmp_path / "saved").glob("*.distcp")
+    nbytes = shard.stat().st_size
+    shard.unlink()
+    if name != "gone":
+        shard.write_bytes(bytes(nbytes if name == "zeros" else 100))
     status, _, error = run("convert", tmp_path / "saved", tmp_path / "all.pt")
     assert (status, error.count("\n")) == (1, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
@@ -192,7 +233,7 @@ def test_a_full_disk_leaves_no_file(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the target nor what it is made from, with one line that names the target."""
-    dcp.save(state_of(), storage_writer=nostall.FileSystemWriterAsync(tmp_path / "saved"))
+    saved(tmp_path / "saved", state_of())
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -210,8 +251,12 @@ def test_a_full_disk_leaves_no_file(
 def test_a_failed_conversion_leaves_no_directory(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    """It can be started again at once."""
-    torch.save(state_of(), tmp_path / "all.pt")
+    """It can be started again at once; a file without checksums, as torch makes them, is fine."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state_of(), tmp_path / "all.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
 
     def fails(*_: object) -> None:
         raise error
@@ -223,33 +268,38 @@ def test_a_failed_conversion_leaves_no_directory(
     assert run("convert", tmp_path / "all.pt", tmp_path / "new")[0] == 0
 
 
-def test_the_tensors_are_never_all_in_memory(tmp_path: Path) -> None:
-    """192 MiB become one file in a process that may allocate 96 MiB, stacks of threads included."""
-    state = {f"layer.{i}": torch.full((2 << 20,), float(i)) for i in range(24)}
-    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "saved"))
-    program = """
+def convert_limited(limit: str, *paths: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Convert in a process whose memory is limited once it has imported what it needs."""
+    program = f"""
 import resource, sys
 import nostall._cli.convert
 from nostall.cli import main
 nostall._cli.convert.torch.set_num_threads(1)
 with open("/proc/self/status") as stream:
     (now,) = (int(line.split()[1]) << 10 for line in stream if line.startswith("VmData"))
-resource.setrlimit(resource.RLIMIT_DATA, (now + (96 << 20),) * 2)
+resource.setrlimit({limit})
 sys.exit(main(["convert", *sys.argv[1:]]))
 """
-    paths = [str(tmp_path / name) for name in ("saved", "all.pt")]
-    root = str(Path(nostall.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", program, *paths],
-        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    return subprocess.run(
+        [*loaded.python(), "-W", "ignore", "-c", program, *map(str, paths)],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
+
+
+def test_the_tensors_are_never_all_in_memory(tmp_path: Path) -> None:
+    """192 MiB become one file in a process that may allocate 96 MiB, stacks of threads included."""
+    state = {f"layer.{i}": torch.full((2 << 20,), float(i)) for i in range(24)}
+    saved(tmp_path / "saved", state)
+    limit = "resource.RLIMIT_DATA, (now + (96 << 20),) * 2"
+    done = convert_limited(limit, "saved", "all.pt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    loaded = torch.load(tmp_path / "all.pt", mmap=True)
-    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    found = torch.load(tmp_path / "all.pt", mmap=True)
+    assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
 def test_paths_in_metadata_are_not_trusted() -> None:
@@ -262,42 +312,144 @@ def test_paths_in_metadata_are_not_trusted() -> None:
     for nonsense in (None, 7, {"a": 7}, {"a": ()}, {"a": (None,)}, {"a": ("k",) * 1000}):
         assert nested({"a": {"own": 1}}, nonsense, "") == {"a": {"own": 1}}
     for clash in ({"a": ("k",), "b": ("k",)}, {"a": ("k",), "b": ("k", "l")}):
-        with pytest.raises(DamagedCheckpointError):
-            nested({"a": {}, "b": 1}, clash, "")
-        with pytest.raises(DamagedCheckpointError):
-            nested({"b": 1, "a": {}}, clash, "")
+        for items in ({"a": {}, "b": 1}, {"b": 1, "a": {}}):
+            with pytest.raises(DamagedCheckpointError):
+                nested(items, clash, "")
 
 
-def test_a_damaged_file_is_not_converted(tmp_path: Path, run: Run) -> None:
-    """Conversion would give damaged bytes new checksums, which hide the damage for ever."""
-    file = tmp_path / "all.pt"
-    torch.save({"a": torch.ones(1000)}, file)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    status, _, error = run("convert", file, tmp_path / "new")
-    assert (status, "does not match its CRC-32" in error) == (1, True)
+# --- safetensors ----------------------------------------------------------------------------------
+
+
+def test_a_model_is_chosen_by_its_prefix(tmp_path: Path, run: Run) -> None:
+    """Names are those of the model then, as stock's reader for Hugging Face expects them."""
+    model = {"layer.weight": torch.randn(4, 4), "layer.bias": torch.randn(4)}
+    saved(tmp_path / "saved", {"model": model, "step": 3, "optimizer": {"lr": 0.1}})
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    file = hub / "model.safetensors"
+    status, shown, _ = run("convert", tmp_path / "saved", file, "--prefix", "model.")
+    assert (status, "2 items" in shown) == (0, True)
+    found = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(hub)), no_dist=True)
+    assert is_same(found, model)
+
+
+def test_files_of_stock_and_of_hugging_face_become_a_checkpoint(tmp_path: Path, run: Run) -> None:
+    """One that stock has written, and several with an index, of which others are ignored."""
+    state = {"a": torch.randn(3, 4), "b": torch.randn(5)}
+    stock = HuggingFaceStorageWriter(str(tmp_path / "stock"), fqn_to_index_mapping={"a": 1, "b": 2})
+    dcp.save(state, storage_writer=stock, no_dist=True)
+    safetensors.torch.save_file({"c": torch.ones(1)}, tmp_path / "stock" / "other.safetensors")
+    assert run("convert", tmp_path / "stock", tmp_path / "saved")[0] == 0
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert is_same(found, state)
+    (tmp_path / "stock" / INDEX).unlink()
+    assert run("convert", tmp_path / "stock", tmp_path / "all")[0] == 0
+    items = json.loads(run("inspect", "--json", tmp_path / "all")[1])["items"]
+    assert [each["name"] for each in items] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "message"),
+    [
+        ({"w": torch.ones(2), "step": 3}, (), "tensors only; 1 item of another kind"),
+        ({"w": torch.ones(2)}, ("--prefix", "model."), "no item's name begins with 'model.'"),
+        ({"w": torch.ones(2)}, ("--prefix", "w"), "nothing is left of its name"),
+        ({"w": torch.ones(2, dtype=torch.complex128)}, (), "complex128"),
+        ({"w": torch.ones(2)}, ("no package",), "safetensors>=0.4.5"),
+    ],
+)
+def test_what_the_format_does_not_have_is_named(
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    state: dict[str, Any],
+    more: tuple[str, ...],
+    message: str,
+) -> None:
+    """In one line, and nothing is written; so is the package, where it is missing."""
+    saved(tmp_path / "saved", state)
+    if more == ("no package",):
+        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+        more = ()
+    status, _, error = run("convert", tmp_path / "saved", tmp_path / "a.safetensors", *more)
+    assert (status, error.count("\n")) == (2, 1)
+    assert message in error
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def cut_off(path: Path) -> None:
+    safetensors.torch.save_file({"a": torch.ones(100)}, path)
+    os.truncate(path, path.stat().st_size - 8)
+
+
+def with_shards(text: str) -> Callable[[Path], object]:
+    """A file of stock's writer that says this about the parts of its tensors."""
+    about = {"DCP_SHARDING_INFO": text}
+    return lambda path: safetensors.torch.save_file({"a": torch.ones(100)}, path, about)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "what"),
+    [
+        (INDEX, lambda path: path.write_text("[]"), INDEX),
+        (INDEX, lambda path: path.write_text("{"), INDEX),
+        (INDEX, lambda path: path.write_text('{"weight_map": {"a": "c.safetensors"}}'), "c.safe"),
+        (INDEX, lambda path: path.write_text('{"weight_map": {"a": "../a.safetensors"}}'), INDEX),
+        ("b.safetensors", cut_off, "b.safetensors"),
+        ("b.safetensors", with_shards('{"a": {"saved_offsets": [100]}}'), "parts of tensors"),
+    ],
+    ids=["no index", "no JSON", "missing", "outside", "cut off", "parts"],
+)
+def test_damaged_files_are_named(
+    tmp_path: Path, run: Run, name: str, make: Callable[[Path], object], what: str
+) -> None:
+    """Also those that the index names, and none outside of the directory."""
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    safetensors.torch.save_file({"x": torch.ones(100)}, hub / "a.safetensors")
+    make(hub / name)
+    status, _, error = run("convert", hub, tmp_path / "new")
+    assert (status, what in error) == (1, True), error
     assert not (tmp_path / "new").exists()
 
 
-def test_files_without_checksums_are_converted(tmp_path: Path, run: Run) -> None:
-    """``torch.save`` omits checksums on request; such files convert without an error."""
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save({"a": torch.ones(1000)}, tmp_path / "all.pt")
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert run("convert", tmp_path / "all.pt", tmp_path / "new")[0] == 0
+def longer_than_memory(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
 
 
-def test_what_cannot_be_converted_is_named(tmp_path: Path, run: Run) -> None:
-    """A shard file, a plain pickle, an empty state dict."""
-    dcp.save({"a": torch.ones(9)}, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "saved"))
-    _, _, error = run("convert", tmp_path / "saved" / "__0_0.distcp", tmp_path / "new")
-    assert "it is a shard file of a checkpoint (pass the checkpoint's directory)" in error
-    (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"a": 1}))
-    _, _, error = run("convert", tmp_path / "plain.pkl", tmp_path / "new")
-    assert "it is not a file of torch.save" in error
-    torch.save({}, tmp_path / "empty.pt")
-    _, _, error = run("convert", tmp_path / "empty.pt", tmp_path / "new")
-    assert "the state dict in it is empty" in error
+@pytest.mark.parametrize(
+    ("given", "name", "make", "what"),
+    [
+        (".", INDEX, os.mkfifo, "not a regular file"),
+        (".", INDEX, lambda path: path.symlink_to("/dev/zero"), "not a regular file"),
+        (".", INDEX, longer_than_memory, "limit"),
+        (".", INDEX, lambda path: path.write_text("[" * 1_000_000), "read: RecursionError"),
+        (
+            *(".", INDEX),
+            lambda path: path.write_text('{"weight_map": {"a": ' + "[" * 900 + "]" * 900 + "}}"),
+            "too long",
+        ),
+        (".", INDEX, lambda path: path.write_text('{"weight_map": {"a": "a\\u0000b"}}'), "missing"),
+        ("b.safetensors", "b.safetensors", os.mkfifo, "not a regular file"),
+        (".", "b.safetensors", with_shards("[" * 1_000_000), "cannot read: .*recursion"),
+        ("b.safetensors", "b.safetensors", with_shards('{"a": 7}'), "cannot read: .*'int'"),
+        ("saved.pt", "saved.pt", os.mkfifo, "not a regular file"),
+    ],
+)
+def test_whatever_a_source_is_the_command_ends_in_one_line(
+    tmp_path: Path, given: str, name: str, make: Callable[[Path], object], what: str
+) -> None:
+    """It neither waits, nor takes all memory, nor prints a traceback."""
+    source = tmp_path / "source"
+    source.mkdir()
+    make(source / name)
+    safetensors.torch.save_file({"x": torch.ones(3)}, source / "a.safetensors")
+    limit = "resource.RLIMIT_AS, (8 << 30, 8 << 30)"
+    ended = convert_limited(limit, given, tmp_path / "target", cwd=source)
+    assert re.search(what, ended.stderr)
+    said, _, _ = ended.stderr.partition("nanobind: ")  # what triton says when a process ends
+    assert (ended.returncode, len(said.splitlines())) == (1, 1)
+    assert not (tmp_path / "target").exists()

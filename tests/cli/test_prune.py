@@ -6,8 +6,10 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,16 +45,13 @@ def test_a_dry_run_removes_nothing(tmp_path: Path, run: Run) -> None:
     assert there(tmp_path) == before
     assert "would remove 1 checkpoint" in shown
     assert "--delete" in shown
-    (removed,) = (line for line in shown.splitlines() if line.split()[-1] == "step-1500")
-    assert "remove" in removed
-    (kept,) = (line for line in shown.splitlines() if line.split()[-1] == "step-2000")
-    assert "every=1000" in kept
+    assert re.search(r" remove +step-1500$", shown, re.MULTILINE)
+    assert re.search(r" keep +every=1000 +step-2000$", shown, re.MULTILINE)
     plain = json.loads(run("prune", tmp_path, *keep, "--json")[1])
     assert plain["would_remove"] == [str(tmp_path / "step-1500")]
     assert "removed" not in plain
     status, shown, _ = run("prune", tmp_path, *keep, "--delete")
-    assert status == 0
-    assert "removed 1 checkpoint" in shown
+    assert (status, "removed 1 checkpoint" in shown) == (0, True)
     assert before - there(tmp_path) == {"step-1500"}
     assert not (tmp_path / "step-1500").exists()
 
@@ -74,14 +73,9 @@ def test_a_damaged_newest_checkpoint_is_not_what_stays(tmp_path: Path, run: Run)
 def test_the_best_steps_stay(tmp_path: Path, run: Run) -> None:
     """By a metric of the manager that saved them; a metric that none has is an error."""
     with nostall.CheckpointManager(tmp_path) as manager:
-        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, 4.0)):
+        for step, loss in enumerate((3.0, 1.0, 2.0, 4.0), start=1):
             manager.save(step, {"x": torch.zeros(3)}, metrics={"loss": loss})
-            manager.wait()
-    for keep, kept in (
-        ("best=2:loss", {2, 3, 4}),
-        ("best=1:loss:max", {4}),
-        ("best=1:loss", {2, 4}),
-    ):
+    for keep, kept in (("best=2:loss", {2, 3, 4}), ("best=1:loss:max", {4})):
         plain = json.loads(run("prune", tmp_path, "--json", "--keep", keep)[1])
         assert {int(path[-9:]) for path in plain["kept"]} == kept
     status, _, error = run("prune", tmp_path, "--keep", "best=1:accuracy", "--delete")
@@ -99,31 +93,20 @@ def test_what_is_not_complete_is_left(tmp_path: Path, run: Run) -> None:
     Checkpoints of stock count, too.
     """
     save_stock_way(tmp_path / "step-1", {"x": torch.zeros(3)})
+    (tmp_path / "step-1" / "config.json").write_text("{}")
     save(tmp_path, 2, 3, 4, 5)
     next((tmp_path / "step-5").glob("*.distcp")).unlink()
     (tmp_path / "step-2").rename(tmp_path / "best")
     (tmp_path / "pinned").symlink_to("step-3")
-    (tmp_path / "step-9").mkdir()
-    (tmp_path / "step-9" / "__0_0.distcp").write_bytes(b"a save that is under way")
-    (tmp_path / "step-10").mkdir()
-    (tmp_path / "step-10" / "notes.txt").write_text("not a checkpoint")
+    for step, name in ((9, "__0_0.distcp"), (10, "notes.txt")):  # under way; not a checkpoint
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / name).touch()
     status, shown, _ = run("prune", tmp_path, "--keep", "latest=1", "--delete")
     assert status == 0, shown
     assert there(tmp_path) == {"best", "step-3", "step-4", "step-5", "pinned"}
     assert (tmp_path / "step-9" / "__0_0.distcp").exists()
     assert (tmp_path / "step-10" / "notes.txt").exists()
-
-
-def test_parts_whose_names_end_with_a_number_stay(tmp_path: Path, run: Run) -> None:
-    """``step-2/stage-0`` is not step 0; nor does a root prune the roots below it."""
-    for step in (1, 2):
-        save(tmp_path / f"step-{step}", 0, 1)
-    before = set(tmp_path.glob("*/*/.metadata"))
-    assert len(before) == 4
-    status, shown, _ = run("prune", tmp_path, "--keep", "latest=1", "--delete")
-    assert (status, "nothing to remove" in shown) == (0, True)
-    assert shown.count("inside of another directory") == 4
-    assert set(tmp_path.glob("*/*/.metadata")) == before
+    assert os.listdir(tmp_path / "step-1") == ["config.json"]
 
 
 def test_checkpoints_in_a_local_tier_stay(tmp_path: Path, run: Run) -> None:
@@ -135,12 +118,10 @@ def test_checkpoints_in_a_local_tier_stay(tmp_path: Path, run: Run) -> None:
         dcp.save({"x": torch.zeros(3)}, storage_writer=writer, no_dist=True)
         assert writer.promotion is not None
         writer.promotion.result(60)
-    names = there(tier)
     assert [each["step"] for each in json.loads(run("ls", tier, "--json")[1])] == [2, 3]
     status, shown, _ = run("prune", tier, "--keep", "every=1000", "--delete")
-    assert status == 0
-    assert shown.count("in a local_staging_dir") == len(names)
-    assert there(tier) == names
+    assert (status, shown.count("in a local_staging_dir")) == (0, 2)
+    assert {"step-2", "step-3"} <= there(tier)
 
 
 def test_what_cannot_be_read_is_not_damage(tmp_path: Path, run: Run) -> None:
@@ -157,33 +138,35 @@ def test_what_cannot_be_read_is_not_damage(tmp_path: Path, run: Run) -> None:
     assert there(tmp_path) == {"step-1", "step-2"}
 
 
-def at_once(*paths: Path) -> None:
-    for path in paths:
-        os.utime(path / ".metadata", (1e9, 1e9))
-
-
 def test_the_checkpoint_that_latest_prints_stays(tmp_path: Path, run: Run) -> None:
-    """Whatever is newer in a step's directory, and if several have the same time, as copies have.
+    """Of several with one time, as copies have, the highest step: of 9 and 10 not the last by name.
 
-    Then it is the highest step: of 9 and 10, not the one that is last by name.
+    Parts in a step's directory stay, too, and are not taken for steps: ``step-7/step-1``.
     """
     root = tmp_path / "root"
-    for step in (8, 9, 10):
-        save_stock_way(root / f"step-{step}", {"x": torch.zeros(3)})
-    save_stock_way(tmp_path / "elsewhere" / "step-99", {"x": torch.zeros(3)})
+    elsewhere, newest = tmp_path / "elsewhere" / "step-99", root / "step-10"
+    for path in (root / "step-8", root / "step-9", newest, elsewhere):
+        save_stock_way(path, {"x": torch.zeros(3)})
+        os.utime(path / ".metadata", (1e9, 1e9))
     (root / "best").symlink_to("step-8")
-    (root / "other").symlink_to(tmp_path / "elsewhere" / "step-99")
-    at_once(*(root / f"step-{step}" for step in (8, 9, 10)), tmp_path / "elsewhere" / "step-99")
+    (root / "other").symlink_to(elsewhere)
     save(root / "step-7", 1)  # a part, committed later
-    newest = root / "step-10"
     assert run("latest", root)[1] == f"{newest}\n"
     status, shown, _ = run("prune", root, "--keep", "every=9", "--delete")
     assert status == 0, shown
     assert there(root) == {"step-8", "step-9", "step-10", "best", "other"}
     assert (root / "step-7" / "step-1" / ".metadata").exists()
-    (row,) = (line for line in shown.splitlines() if line.split()[-1] == "step-10")
-    assert "the last complete one" in row
+    assert shown.count("inside of another directory") == 1
+    assert re.search(r" keep +the last complete one +step-10$", shown, re.MULTILINE)
     assert run("latest", root)[1] == f"{newest}\n"
+
+
+def removed_with(
+    monkeypatch: pytest.MonkeyPatch, happens: Callable[[str, Callable[[Any], None]], None]
+) -> None:
+    """Let something else happen where ``prune`` removes a checkpoint."""
+    remove = nostall.remove_checkpoint
+    monkeypatch.setattr("nostall.removal.remove_checkpoint", lambda path: happens(path, remove))
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_stays(
@@ -191,41 +174,28 @@ def test_a_checkpoint_that_is_replaced_meanwhile_stays(
 ) -> None:
     """A job that has returned to an earlier step commits it while steps are removed."""
     save(tmp_path, 1, 2, 3)
-    remove = nostall.removal.remove_checkpoint
 
-    def remove_and_commit(path: str) -> None:
+    def remove_and_commit(path: str, remove: Callable[[Any], None]) -> None:
         remove(path)
         save(tmp_path, 2)
 
-    monkeypatch.setattr("nostall.removal.remove_checkpoint", remove_and_commit)
-    status, _, _ = run("prune", tmp_path, "--keep", "latest=1", "--delete")
-    assert status == 1
+    removed_with(monkeypatch, remove_and_commit)
+    assert run("prune", tmp_path, "--keep", "latest=1", "--delete")[0] == 1
     assert there(tmp_path) == {"step-2", "step-3"}
-
-
-def test_files_of_others_stay(tmp_path: Path, run: Run) -> None:
-    """A checkpoint directory with a file of its owner's is emptied of the checkpoint only."""
-    save(tmp_path, 1, 2)
-    (tmp_path / "step-1" / "config.json").write_text("{}")
-    assert run("prune", tmp_path, "--keep", "latest=1", "--delete")[0] == 0
-    assert [file.name for file in (tmp_path / "step-1").iterdir()] == ["config.json"]
 
 
 def test_a_failure_is_reported(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage that refuses ends with status 1; the rest is removed."""
     save(tmp_path, 1, 2, 3)
-    remove = nostall.remove_checkpoint
 
-    def refuse(path: str) -> None:
+    def refuse(path: str, remove: Callable[[Any], None]) -> None:
         if path.endswith("step-1"):
             raise nostall.errors.WriteError("the checkpoint could not be removed: busy", path=path)
         remove(path)
 
-    monkeypatch.setattr("nostall.removal.remove_checkpoint", refuse)
+    removed_with(monkeypatch, refuse)
     status, shown, error = run("prune", tmp_path, "--keep", "latest=1", "--delete")
-    assert status == 1
-    assert "busy" in error
-    assert "failed" in shown
+    assert (status, "busy" in error, "failed" in shown) == (1, True, True)
     assert there(tmp_path) == {"step-1", "step-3"}
 
 
@@ -234,16 +204,14 @@ def test_it_stops_when_the_last_checkpoint_is_gone(
 ) -> None:
     """Another program removed it after the list was made: nothing else is removed."""
     save(tmp_path, 1, 2, 3)
-    remove = nostall.remove_checkpoint
 
-    def with_the_last(path: str) -> None:
+    def remove_two(path: str, remove: Callable[[Any], None]) -> None:
         remove(path)
         remove(tmp_path / "step-3")
 
-    monkeypatch.setattr("nostall.removal.remove_checkpoint", with_the_last)
+    removed_with(monkeypatch, remove_two)
     status, _, error = run("prune", tmp_path, "--keep", "every=1000", "--delete")
-    assert status == 1
-    assert "stopped" in error
+    assert (status, "stopped" in error) == (1, True)
     assert there(tmp_path) == {"step-2"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -33,29 +32,18 @@ def assert_holds(path: Path, step: int) -> None:
     assert all(torch.equal(each, torch.full((1000,), float(step))) for each in found.values())
 
 
-def save_and_wait(out: Path) -> None:
-    """Three steps; the coordinator has the handle, and verifies each destination."""
-    rank = dist.get_rank()
-    for step in range(3):
-        path = out / f"step-{step}"
-        writer = FileSystemWriterAsync(path, local_staging_dir=out / "tier")
-        dcp.save({f"w{rank}": torch.full((1000,), float(step))}, storage_writer=writer)
-        assert (writer.promotion is None) == (rank != 0)
-        if writer.promotion is not None:
-            writer.promotion.result(60)
-        dist.barrier()
-        assert_holds(path, step)
+def save_steps(out: Path, disk: str) -> None:
+    """Steps have directories, or one that is overwritten; the coordinator has the handle.
 
-
-def save_by_rank(out: Path) -> None:
-    """Each rank has a local tier of its own; steps have directories, or one that is overwritten."""
-    rank = dist.get_rank()
+    The ranks share a local tier, or each has its own.
+    """
+    rank, is_shared = dist.get_rank(), disk == "shared"
+    tier = out / ("disk" if is_shared else f"disk-{rank}")
     for step in range(6):
         path = out / ("last" if step % 2 else f"step-{step}")
-        writer = FileSystemWriterAsync(
-            path, local_staging_dir=out / f"disk-{rank}", local_staging_shared=False
-        )
+        writer = FileSystemWriterAsync(path, local_staging_dir=tier, local_staging_shared=is_shared)
         dcp.save({f"w{rank}": torch.full((1000,), float(step))}, storage_writer=writer)
+        assert (writer.promotion is None) == (rank != 0)
         if writer.promotion is not None:
             writer.promotion.result(60)
         dist.barrier()
@@ -66,8 +54,9 @@ def save_by_rank(out: Path) -> None:
             "__1_0",
         ]
         # The coordinator keeps the newest whole; the last one may be removed in a moment.
-        kept = list((out / f"disk-{rank}").glob(f"*/__{rank}_*"))
-        assert len(kept) <= 2, kept
+        kept = list(tier.glob(f"*/__{rank}_*"))
+        assert is_shared or len(kept) <= 2, kept
+    promotions.close()  # the next program has its own
 
 
 def split_saves_by_rank(out: Path) -> None:
@@ -93,14 +82,19 @@ def split_saves_by_rank(out: Path) -> None:
     queue.close()
 
 
+def _save_to_own_disk(out: Path) -> Path:
+    """The tier of this rank, which has its part of a checkpoint; it cannot be promoted yet."""
+    rank, far = dist.get_rank(), out / "far"
+    tier = out / f"disk-{rank}"
+    far.write_text("in the way")
+    writer = FileSystemWriterAsync(far / "step", local_staging_dir=tier, local_staging_shared=False)
+    dcp.save({f"w{rank}": torch.full((1000,), 1.0)}, storage_writer=writer)
+    return tier
+
+
 def save_by_rank_and_die(out: Path) -> None:
     """Both ranks end, with all their processes, when the save is committed on their disks."""
-    rank, far = dist.get_rank(), out / "far"
-    far.write_text("in the way")
-    writer = FileSystemWriterAsync(
-        far / "step", local_staging_dir=out / f"disk-{rank}", local_staging_shared=False
-    )
-    dcp.save({f"w{rank}": torch.full((1000,), 1.0)}, storage_writer=writer)
+    _save_to_own_disk(out)
     dist.barrier()
     for process in psutil.Process().children():
         process.kill()
@@ -109,12 +103,7 @@ def save_by_rank_and_die(out: Path) -> None:
 
 def save_with_a_damaged_part(out: Path) -> str:
     """A file of rank 1 is changed on its disk before it is copied; what each rank is told."""
-    rank = dist.get_rank()
-    tier, far = out / f"disk-{rank}", out / "far"
-    options: dict[str, Any] = {"local_staging_dir": tier, "local_staging_shared": False}
-    far.write_text("in the way")
-    writer = FileSystemWriterAsync(far / "step", **options)
-    dcp.save({f"w{rank}": torch.zeros(1000)}, storage_writer=writer)
+    rank, tier = dist.get_rank(), _save_to_own_disk(out)
     if rank == 1:
         (file,) = tier.glob("*/__1_*")
         content = bytearray(file.read_bytes())
@@ -123,13 +112,13 @@ def save_with_a_damaged_part(out: Path) -> str:
     (promotion,) = promotions._missing()
     dist.barrier()
     if rank == 0:
-        far.unlink()
+        (out / "far").unlink()
     try:
         promotion.result(60)
     except DamagedCheckpointError as error:
         dist.barrier()
         promotions.close()  # or this process would end with a failure
-        assert not (far / "step" / ".metadata").exists()
+        assert not (out / "far" / "step" / ".metadata").exists()
         return str(error)
     raise AssertionError("it was promoted")
 

@@ -21,8 +21,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
+from nostall._commit.manifest import with_manifest
+from nostall._model import checksum
+from nostall._model.values import WrittenFile
 from nostall._storage.deadlines import begin
-from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     CheckpointExistsError,
     DamagedCheckpointError,
@@ -33,7 +35,6 @@ from nostall.errors import (
 )
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.tier import Promotion, promote
 from nostall.tier import _copying as copying
 from nostall.tier import _promotions as promotions
@@ -43,8 +44,8 @@ from programs.through_tier import destination_of, save, state_of
 from support import loaded
 from support.object_store import S3Server
 from support.processes import command_of
-from support.ranks import TESTS, RanksFailed, run_ranks
-from support.states import schedule
+from support.ranks import TESTS, RanksFailed, on_ranks, run_ranks
+from support.states import save_async
 from support.waiting import wait_until
 
 PATIENCE_S = 60.0
@@ -126,57 +127,44 @@ def copy(
 # --- a save ---------------------------------------------------------------------------------------
 
 
-def test_a_save_is_committed_locally_and_then_at_its_destination(tier: str, root: str) -> None:
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_save_is_committed_locally_and_then_at_its_destination(
+    tier: str, root: str, *, is_async: bool
+) -> None:
     """Both have the same name and bytes, and both are ordinary checkpoints."""
-    promotion = promotion_of(save(tier, root, 7))
-    assert promotion.local_path == f"{tier}/{Path(destination_of(root, 7)).name}"
+    path = destination_of(root, 7)
+    writer = FileSystemWriterAsync(path, local_staging_dir=tier)
+    if is_async:
+        save_async(writer, state_of(7))
+    else:
+        dcp.save(state_of(7), storage_writer=writer, no_dist=True)
+    promotion = promotion_of(writer)
+    assert promotion.local_path == f"{tier}/{Path(path).name}"
     assert step_at(promotion.local_path) == 7
     promotion.result(PATIENCE_S)
-    assert (promotion.path, promotion.done) == (destination_of(root, 7), True)
-    assert step_at(promotion.path) == 7
-    assert sorted(os.listdir(promotion.local_path)) == sorted(os.listdir(promotion.path))
-    for name in os.listdir(promotion.path):
-        here = Path(promotion.local_path, name).read_bytes()
-        assert here == Path(promotion.path, name).read_bytes()
+    assert (promotion.path, promotion.done) == (path, True)
+    assert step_at(path) == 7
+    here, there = (Path(place).iterdir() for place in (promotion.local_path, path))
+    assert {f.name: f.read_bytes() for f in here} == {f.name: f.read_bytes() for f in there}
     assert nostall.latest_complete(tier) == promotion.local_path
 
 
-def test_async_saves_and_split_saves(tier: str, root: str, queue: AsyncCallsQueue) -> None:
-    """They go through the local disk as ``dcp.save`` does, known structures too."""
-    writer = FileSystemWriterAsync(f"{root}/async", local_staging_dir=tier)
-    begun: Any = dcp.async_save(state_of(1), storage_writer=writer, no_dist=True)
-    begun.result()
-    promotion_of(writer).result(PATIENCE_S)
-    assert step_at(f"{root}/async") == 1
-    cache = CheckpointMetadataCache()
-    for step in (2, 3, 4):
-        path = f"{root}/split-{step}"
-        schedule(queue, path, state_of(step), cache=cache, local_staging_dir=tier)
-        queue.wait(PATIENCE_S)
-        wait_until(lambda: not nostall.tier.status())
-        assert step_at(path) == step
+@on_ranks("tiers:save_steps shared", "tiers:save_steps own", "tiers:split_saves_by_rank")
+def test_ranks_save_to_a_disk_of_all_or_to_their_own(found: list[Any]) -> None:
+    """Each host brings what it has, and the metadata come when all files are there."""
+    assert found == [None, None]
 
 
-def test_two_ranks_share_a_disk(tmp_path: Path) -> None:
-    """The coordinator's process copies the files of both."""
-    run_ranks(2, "tiers:save_and_wait", tmp_path / "out")
-
-
-def test_files_that_the_coordinator_does_not_see_are_not_committed(tmp_path: Path) -> None:
+@on_ranks("tiers:save_out_of_sight")
+def test_files_that_the_coordinator_does_not_see_are_not_committed(found: list[str]) -> None:
     """Ranks with disks of their own, under the same path, get a typed error."""
-    messages = run_ranks(2, "tiers:save_out_of_sight", tmp_path / "out")
-    assert all("local_staging_shared=False" in each for each in messages)
+    assert all("local_staging_shared=False" in each for each in found)
 
 
-@pytest.mark.parametrize("program", ["save_by_rank", "split_saves_by_rank"])
-def test_each_host_has_its_own_disk(tmp_path: Path, program: str) -> None:
-    """Every host brings its own files, and the metadata come when all of them are there."""
-    run_ranks(2, f"tiers:{program}", tmp_path / "out")
-
-
-def test_a_damaged_file_on_another_host_is_never_published(tmp_path: Path) -> None:
+@on_ranks("tiers:save_with_a_damaged_part")
+def test_a_damaged_file_on_another_host_is_never_published(found: list[str]) -> None:
     """The coordinator learns it, and does not wait for ever."""
-    coordinator, other = run_ranks(2, "tiers:save_with_a_damaged_part", tmp_path / "out")
+    coordinator, other = found
     assert "another host could not read a file" in coordinator
     assert "a local file has another checksum" in other
 
@@ -240,17 +228,24 @@ def test_a_save_at_the_limit_goes_on_when_there_is_room(
 def test_a_destination_that_refuses_is_asked_again(
     tier: str, root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The refusal is named; once the destination works, checkpoints get there in their order."""
+    """The refusal is named; once the destination works, checkpoints get there in their order.
+
+    A promotion is given up by removing the local checkpoint.
+    """
     Path(root).write_text("in the way")
-    promotion, later = (promotion_of(save(tier, root, step)) for step in (1, 2))
-    wait_until(lambda: bool(promotion.status.trouble))
+    begun = [promotion_of(save(tier, root, step, local_staging_limit=3)) for step in range(3)]
+    given_up, promotion, later = begun
+    wait_until(lambda: bool(given_up.status.trouble))
+    nostall.remove_checkpoint(given_up.local_path)
+    with pytest.raises(DamagedCheckpointError, match="the local checkpoint is gone"):
+        given_up.result(PATIENCE_S)
     with pytest.raises(SaveTimeoutError, match=r"it is committed in .*tier"):
         promotion.result(0)
     assert "not promoted yet, trying again" in caplog.text
     Path(root).unlink()
     later.result(PATIENCE_S)
     assert promotion.done
-    assert [step_at(destination_of(root, step)) for step in (1, 2)] == [1, 2]
+    assert [step_at(destination_of(root, step)) for step in (0, 1, 2)] == [None, 1, 2]
 
 
 def test_a_full_destination(tier: str, root: str) -> None:
@@ -268,24 +263,19 @@ def test_a_full_destination(tier: str, root: str) -> None:
     assert sorted(os.listdir(promotion.path)) == sorted(os.listdir(promotion.local_path))
 
 
-def test_a_killed_process_is_started_again(tier: str, root: str) -> None:
-    """The next one copies what is not copied yet."""
-    save_there(tier, root, 0)
-    with hanging_destination() as process:
-        promotion = promotion_of(save(tier, root, 1))
-        process.kill()
-    promotion.result(PATIENCE_S)
-    assert step_at(destination_of(root, 1)) == 1
-
-
-def test_a_signal_for_the_whole_group_does_not_end_the_process(tier: str, root: str) -> None:
-    """Ctrl-C at the terminal, or a scheduler's SIGTERM."""
+def test_the_process_outlives_signals_and_is_started_again(tier: str, root: str) -> None:
+    """Ctrl-C or a scheduler's SIGTERM to the whole group; after SIGKILL another one goes on."""
     save_there(tier, root, 0)
     (process,) = copying_processes()
     for number in (signal.SIGINT, signal.SIGTERM):
         process.send_signal(number)
     save_there(tier, root, 1)
     assert copying_processes() == [process]
+    with hanging_destination():
+        promotion = promotion_of(save(tier, root, 2))
+        process.kill()
+    promotion.result(PATIENCE_S)
+    assert step_at(destination_of(root, 2)) == 2
 
 
 def test_no_process_can_be_started(tier: str, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,25 +334,6 @@ def test_overwrite_false_asks_both_places_and_holds_until_the_end(tier: str, roo
     assert step_at(late.path) == 3
 
 
-def test_what_a_job_has_left_replaces_nothing_of_others(tier: str, root: str) -> None:
-    """Another job has saved to the destination since, without the local disk; clocks do not count.
-
-    A new save replaces that.
-    """
-    Path(root).write_text("nothing gets there")
-    _run_killed(tier, root, steps=1)
-    Path(root).unlink()
-    place = destination_of(root, 0)
-    dcp.save(state_of(3), storage_writer=FileSystemWriterAsync(place), no_dist=True)
-    (left,) = promote(tier, root)
-    with pytest.raises(CheckpointExistsError, match="not promoted from here"):
-        left.result(PATIENCE_S)
-    assert step_at(place) == 3
-    save_there(tier, root, 6)
-    assert step_at(place) == 6
-    assert promotions._missing() == []
-
-
 def test_files_that_vanish_at_the_destination_are_copied_again(tier: str, root: str) -> None:
     """Somebody clears up there, during the copies or later."""
     promotion, place = save_there(tier, root, 0), Path(root) / "other"
@@ -373,11 +344,25 @@ def test_files_that_vanish_at_the_destination_are_copied_again(tier: str, root: 
 
     with suppress(OSError):
         copy(promotion, str(place), clear)
+    for _ in range(2):
+        copy(promotion, str(place))
+        assert step_at(str(place)) == 0
+        clear(0, 0)
+
+
+def test_only_whole_files_are_not_copied_again(tier: str, root: str) -> None:
+    """A file of full length may be half copied by other programs; its checksum decides."""
+    promotion, place = save_there(tier, root, 0), Path(root) / "other"
+    place.mkdir()
+    half, whole = sorted(Path(promotion.local_path).glob("__*"))
+    (place / half.name).write_bytes(bytes(half.stat().st_size))
+    shutil.copy(whole, place / whole.name)
+    (place / f"copy-of-{half.name}").write_bytes(b"of a copy that was killed")
+    inode = (place / whole.name).stat().st_ino
     copy(promotion, str(place))
     assert step_at(str(place)) == 0
-    clear(0, 0)
-    copy(promotion, str(place))
-    assert step_at(str(place)) == 0
+    assert (place / whole.name).stat().st_ino == inode
+    assert len(os.listdir(place)) == 3
 
 
 def test_files_that_nothing_names_are_removed_at_the_destination(tier: str, root: str) -> None:
@@ -445,12 +430,23 @@ def test_a_manager_keeps_and_restores_what_is_at_the_destination(tier: str, root
 
 
 def test_what_a_killed_job_has_left_is_promoted_by_the_next(tier: str, root: str) -> None:
-    """The trainer and all its processes were killed behind the local commit."""
+    """The trainer and all its processes were killed behind the local commit.
+
+    It replaces nothing that another job has saved to the destination since; a new save does.
+    """
     Path(root).write_text("nothing gets there")
     _run_killed(tier, root, steps=2)
     Path(root).unlink()
+    place = destination_of(root, 1)
+    dcp.save(state_of(4), storage_writer=FileSystemWriterAsync(place), no_dist=True)
     save_there(tier, root, 2)
-    assert [step_at(destination_of(root, step)) for step in range(3)] == [0, 1, 2]
+    (left,) = promotions._missing()
+    with pytest.raises(CheckpointExistsError, match="not promoted from here"):
+        left.result(PATIENCE_S)
+    assert [step_at(destination_of(root, step)) for step in range(3)] == [0, 4, 2]
+    save_there(tier, root, 7)
+    assert step_at(place) == 7
+    assert promotions._missing() == []
     assert promote(tier, root) == ()
 
 
@@ -528,33 +524,6 @@ def test_what_killed_hosts_have_left_is_promoted_by_each(tmp_path: Path) -> None
     wait_until(lambda: os.listdir(out / "disk-1" / "step") == [])
 
 
-def test_a_promotion_is_given_up_by_removing_the_local_checkpoint(tier: str, root: str) -> None:
-    """It ends, and the next ones are promoted."""
-    Path(root).mkdir()
-    Path(destination_of(root, 1)).write_text("in the way")
-    promotion, later = (promotion_of(save(tier, root, step)) for step in (1, 2))
-    wait_until(lambda: bool(promotion.status.trouble))
-    nostall.remove_checkpoint(promotion.local_path)
-    with pytest.raises(DamagedCheckpointError, match="the local checkpoint is gone"):
-        promotion.result(PATIENCE_S)
-    later.result(PATIENCE_S)
-
-
-def test_only_whole_files_are_not_copied_again(tier: str, root: str) -> None:
-    """A file of full length may be half copied by other programs; its checksum decides."""
-    promotion, place = save_there(tier, root, 0), Path(root) / "other"
-    place.mkdir()
-    half, whole = sorted(Path(promotion.local_path).glob("__*"))
-    (place / half.name).write_bytes(bytes(half.stat().st_size))
-    shutil.copy(whole, place / whole.name)
-    (place / f"copy-of-{half.name}").write_bytes(b"of a copy that was killed")
-    inode = (place / whole.name).stat().st_ino
-    copy(promotion, str(place))
-    assert step_at(str(place)) == 0
-    assert (place / whole.name).stat().st_ino == inode
-    assert len(os.listdir(place)) == 3
-
-
 def test_a_crash_between_the_publication_and_its_record_changes_nothing(
     tier: str, root: str
 ) -> None:
@@ -596,30 +565,21 @@ def test_a_damaged_local_file_is_never_published(tier: str, root: str, harm: str
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/outside.distcp", "a/b.distcp"])
 def test_names_that_lead_away(tier: str, root: str, name: str, tmp_path: Path) -> None:
     """A manifest names files of its own directory, or nothing is copied, marked or removed."""
-    from nostall._commit.manifest import with_manifest
-    from nostall._model import checksum
-    from nostall._model.values import WrittenFile
-
     (tmp_path / "outside.distcp").write_bytes(b"mine")
     local = Path(tier) / "step-1"
     (local / "a").mkdir(parents=True)
     (local / "a" / "b.distcp").write_bytes(b"mine")
     file = WrittenFile(name=name, nbytes=4, crc32=checksum.crc32(b"mine"))
-    pickled = b"\x80\x02N."
-    content = with_manifest(
-        [pickled], [file], crc32=checksum.crc32(pickled), committed_at_s=time.time()
-    )
+    crc32 = checksum.crc32(b"\x80\x02N.")
+    content = with_manifest([b"\x80\x02N."], [file], crc32=crc32, committed_at_s=time.time())
     (local / ".metadata").write_bytes(b"".join(content))
     (left,) = promote(tier, root)
     with pytest.raises(DamagedCheckpointError, match="manifest"):
         left.result(PATIENCE_S)
     (local / ".metadata").rename(local / ".metadata.tmp")
     copier = Copier(str(local), set(), lambda _nbytes, _of: None)
-    assert (
-        files_of(copier.content(copying.DRAFT))
-        == files_of((local / ".metadata.tmp").read_bytes())
-        == ()
-    )
+    assert copier.content(copying.DRAFT) == b"".join(content)
+    assert files_of(b"".join(content)) == ()
     assert not Path(root).exists()
     assert (tmp_path / "outside.distcp").read_bytes() == b"mine"
 
@@ -699,10 +659,10 @@ def test_a_program_that_ends_waits_for_its_promotions(
     tier: str, root: str, *, is_split: bool
 ) -> None:
     """Its last checkpoint is at its destination, also if it is committed at the end only."""
-    split = "from support.states import schedule; from nostall.core import AsyncCallsQueue;"
-    split += (
-        f"q = AsyncCallsQueue(); schedule(q, {root!r} + '/s', s(1), local_staging_dir={tier!r})"
+    split = (
+        "from support.states import schedule; from nostall.core import AsyncCallsQueue as Queue;"
     )
+    split += f"q = Queue(); schedule(q, {root!r} + '/s', s(1), local_staging_dir={tier!r})"
     with _saving_once(tier, root, PATIENCE_S, split if is_split else "") as process:
         process.communicate(timeout=2 * PATIENCE_S)
     assert (process.returncode, step_at(destination_of(root, 0))) == (0, 0)
@@ -779,15 +739,11 @@ def test_options_that_are_not_possible(
         make()
 
 
-def test_a_directory_for_two_destinations(tier: str, root: str) -> None:
-    """One of them would get the checkpoints of the other."""
+def test_a_directory_that_cannot_be_used(tier: str, root: str, tmp_path: Path) -> None:
+    """A typed error that names it; for two destinations, one would get those of the other."""
     save_there(tier, root, 0)
     with pytest.raises(dcp.api.CheckpointException, match="its checkpoints belong in"):
         save(tier, f"{root}-2", 0)
-
-
-def test_a_directory_that_cannot_be_made(root: str, tmp_path: Path) -> None:
-    """A typed error that names it."""
     (tmp_path / "file").touch()
     with pytest.raises(dcp.api.CheckpointException, match="cannot be used") as caught:
         save(str(tmp_path / "file"), root, 0)
