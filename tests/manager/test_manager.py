@@ -30,10 +30,12 @@ import nostall
 from nostall import CheckpointManager, KeepBest, KeepEvery, KeepLatest, PerRank
 from nostall._engine import default_engine
 from nostall._manager.steps import held
+from nostall.core import abort_all
 from nostall.errors import (
     DamagedCheckpointError,
     NostallError,
     OptionError,
+    SaveAbortedError,
     SaveTimeoutError,
     UnknownMetadataError,
     WriteError,
@@ -573,6 +575,21 @@ def test_closing_gives_snapshot_memory_back(tmp_path: Path) -> None:
         manager.close()
         assert resident_nbytes() < held - state["weight"].nbytes // 2
     assert default_engine().arena.reserved_nbytes == 0
+
+
+@pytest.mark.usefixtures("given_up_soon")
+def test_an_abort_from_elsewhere_fails_the_save(tmp_path: Path) -> None:
+    """And not a later one."""
+    with CheckpointManager(tmp_path) as manager:
+        with stopped() as hold:
+            handle = manager.save(1, numbered(1))
+            hold.wait_reached()
+            abort_all()
+            hold.release()
+        saved(manager, 2)
+        with pytest.raises(SaveAbortedError):
+            handle.result()
+        assert manager.all_steps() == [2]
 
 
 # Training goes on after the poll: SIGTERM's handler interrupts the sleep within a second.
