@@ -669,27 +669,22 @@ def test_a_program_that_ends_waits_for_its_promotions(
     assert step_at(f"{root}/s") == (1 if is_split else None)
 
 
-def test_a_program_whose_promotion_is_late_fails(tier: str, root: str) -> None:
-    """A job scheduler must not take the run for a success."""
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_program_whose_promotion_is_late_fails(
+    tier: str, root: str, *, is_interrupted: bool
+) -> None:
+    """A job scheduler must not take the run for a success, whether Ctrl-C ends the wait or time."""
     Path(root).write_text("nothing gets there")
-    with _saving_once(tier, root, 2.0) as process:
-        _, said = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 1
-    assert f"not at its destination: path={destination_of(root, 0)}" in said
-    assert "a job that starts with the same local_staging_dir goes on" in said
-
-
-def test_ctrl_c_ends_the_wait_for_promotions(tier: str, root: str) -> None:
-    """The exit status says that something is missing, all the same."""
-    Path(root).write_text("nothing gets there")
-    with _saving_once(tier, root, PATIENCE_S) as process:
+    with _saving_once(tier, root, PATIENCE_S if is_interrupted else 2.0) as process:
         assert process.stderr is not None
         line = next(line for line in process.stderr if "waiting up to" in line)
         assert "1 checkpoint on the way to the destination" in line
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=PATIENCE_S / 2)
+        if is_interrupted:
+            process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=PATIENCE_S / 2)
     assert process.returncode == 1
-    assert f"not at its destination: path={destination_of(root, 0)}" in rest
+    assert f"not at its destination: path={destination_of(root, 0)}" in said
+    assert "a job that starts with the same local_staging_dir goes on" in said
 
 
 def _saving_once(
