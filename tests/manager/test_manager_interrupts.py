@@ -99,22 +99,6 @@ def test_a_signal_inside_of_a_future_leaves_no_lock_taken(
     manager.close()
 
 
-@pytest.mark.parametrize("call", [CheckpointManager.poll, CheckpointManager.wait])
-def test_a_signal_while_a_save_is_committed(
-    tmp_path: Path, call: Callable[[CheckpointManager], None]
-) -> None:
-    """At the calls of ``poll`` and ``wait`` after which the files are written."""
-    manager = CheckpointManager(tmp_path)
-    for number in range(12):
-        step = 10 * number
-        handles = [manager.save(step, state(step))]
-        wait_until(lambda: all(each.state == "written" for each in nostall.status()))
-        with suppress(KeyboardInterrupt), interrupted(1 + 10 * number, calls_ours):
-            call(manager)
-        require_agreement(manager, tmp_path, handles, step + 1)
-    manager.close()
-
-
 def test_a_signal_while_a_step_is_removed(tmp_path: Path) -> None:
     """The removal goes on, and the next call waits for it."""
     manager = CheckpointManager(tmp_path, keep=KeepLatest(1))
