@@ -139,7 +139,7 @@ def test_what_cannot_be_read_is_not_damage(tmp_path: Path, run: Run) -> None:
 
 
 def test_the_checkpoint_that_latest_prints_stays(tmp_path: Path, run: Run) -> None:
-    """Of several with one time, as copies have, the highest step: of 9 and 10 not the last by name.
+    """If several have one time, as copies have, the highest step: 10, though 9 is last by name.
 
     Parts in a step's directory stay, too, and are not taken for steps: ``step-7/step-1``.
     """

@@ -63,7 +63,7 @@ RECORDS = st.lists(
     ids=str,
 )
 def test_each_policy_keeps_what_it_says(policy: Policy, kept: set[int]) -> None:
-    """Of equal metrics the higher step; never one without the metric, or with NaN."""
+    """With equal metrics the higher step; never one without the metric, or with NaN."""
     losses = [0.5, 0.1, 0.1, math.nan, 0.9]
     assert set(policy.keeps(records(2, 4, 6, 8, 10, loss=losses))) == kept
 
