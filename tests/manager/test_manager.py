@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 import nostall
 from nostall import CheckpointManager, KeepBest, KeepEvery, KeepLatest, PerRank
 from nostall._engine import default_engine
+from nostall._manager.contents import About, read_about
 from nostall._manager.steps import held
 from nostall.core import abort_all
 from nostall.errors import (
@@ -898,3 +899,21 @@ def test_many_plain_values_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptu
     assert "the state has 16 plain values, 8 of them in 'first'" in warning
     assert "extra" in warning
     assert "one list of plain values" in warning
+
+
+def test_a_step_that_is_removed_meanwhile_is_not_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rank 0 may remove a step while another rank looks for the best one."""
+    with CheckpointManager(tmp_path, metrics={"loss": "min"}) as manager:
+        saved(manager, 1, metrics={"loss": 0.5})
+        saved(manager, 2, metrics={"loss": 0.75})
+
+    def removed(path: str) -> About | None:
+        if path.endswith("1"):
+            shutil.rmtree(path)
+        return read_about(path)
+
+    with patch("nostall._manager.retention.read_about", removed):
+        assert CheckpointManager(tmp_path, metrics={"loss": "min"}).best_step() == 2
+    assert "cannot be read" not in caplog.text

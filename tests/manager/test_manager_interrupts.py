@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # as the module that is tested
 import signal
 import threading
 import time
@@ -207,3 +208,22 @@ def test_blocks_are_known_where_sigint_is_ignored() -> None:
         assert not is_uninterrupted()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_signal_while_a_block_begins_leaves_the_handler_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The block may begin in a user's function that a framework runs without one."""
+    handler, real = signal.getsignal(signal.SIGINT), _signal.signal
+
+    def install(number: int, function: Any) -> Any:
+        found = real(number, function)
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(_signal, "signal", install)
+    with pytest.raises(KeyboardInterrupt), interruptible(), uninterrupted():
+        pass
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert not is_uninterrupted()

@@ -238,3 +238,18 @@ def test_a_closed_manager_saves_no_more(tmp_path: Path) -> None:
     manager.close()
     assert manager.all_steps() == [1]
     assert manager.restore(dict(STATE)) is not None
+
+
+def test_a_root_that_was_made_again_is_locked_for_all_its_managers(tmp_path: Path) -> None:
+    """Until the last of them is closed; no descriptor is left."""
+    root = tmp_path / "root"
+    before, after = CheckpointManager(root), CheckpointManager(root)
+    before.save(1, STATE).result()
+    shutil.rmtree(root)
+    after.save(1, STATE).result()
+    before.close()
+    assert is_told_of_this_process(root)
+    after.close()
+    assert not locks_held(root)
+    saving = [*loaded.python(), "-c", OTHER_JOB, str(root)]
+    subprocess.run(saving, input="", capture_output=True, text=True, check=True)
