@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from nostall._commit.commit import collect, require_all_present, require_one_result_each
 from nostall._model.values import Abort, Commit
-from nostall.errors import (
-    IncompleteSaveError,
-)
+from nostall.errors import IncompleteSaveError
 
 OUTCOMES = st.one_of(
     st.lists(st.integers(), max_size=3), st.text(max_size=9).map(lambda text: (OSError(text), None))

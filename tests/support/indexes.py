@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
-from nostall._commit.index import WrittenIndex
+from nostall._commit.index import ItemIndex, WrittenIndex, parsed
 from nostall._commit.indexing import indexed
+from nostall._commit.manifest import split, with_manifest
 
 
 def content_of(index: WrittenIndex) -> bytes:
@@ -28,6 +30,30 @@ def content_of(index: WrittenIndex) -> bytes:
 def index_of(found: Metadata) -> WrittenIndex | None:
     """The index of metadata, if it has one."""
     return indexed(found)
+
+
+def parsed_of(found: Metadata) -> ItemIndex:
+    """What a reader finds in the index of metadata, in files that are long enough for anything."""
+    made = index_of(found)
+    assert made is not None
+    index = parsed(content_of(made), dict.fromkeys(made.files, 1 << 62))
+    assert index is not None
+    return index
+
+
+def with_index_of(path: Path, index: WrittenIndex) -> None:
+    """Put another index, with a right checksum, into a checkpoint."""
+    content = (path / ".metadata").read_bytes()
+    _, manifest = split(content, path="")
+    assert manifest is not None
+    pieces = with_manifest(
+        [content[: manifest.metadata_nbytes]],
+        manifest.files,
+        crc32=manifest.metadata_crc32,
+        committed_at_s=0.0,
+        index=index,
+    )
+    (path / ".metadata").write_bytes(b"".join(pieces))
 
 
 def small() -> Metadata:
