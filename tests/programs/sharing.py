@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -19,15 +18,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import nostall
 from nostall import _torch, filesystem_reader
 from nostall._read.sharing import share
-from nostall._storage.posix import PosixStorage
 from nostall.errors import NostallError, OptionError
-from support.reads import CountedSource
+from support.reads import counted, empty_like, same
 from support.states import read_metadata, small_state
 
 Facts = dict[str, Any]
@@ -43,15 +41,8 @@ def everything(out: Path) -> Facts:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     assert group is not None
     scenarios: list[Callable[[Path, dist.ProcessGroup], Any]] = [
-        replicated,
-        pairs,
-        by_columns,
-        own_and_common,
-        every_second,
-        unreadable,
-        failing_planners,
-        flipped,
-        wrong_use,
+        *(replicated, pairs, by_columns, own_and_common, every_second, resharded),
+        *(unreadable, failing_planners, flipped, wrong_use),
     ]
     found = {}
     for scenario in scenarios:
@@ -66,33 +57,20 @@ def everything(out: Path) -> Facts:
 # --- what ranks read ------------------------------------------------------------------------------
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """The lengths of all reads of shard files in the block."""
-    counts: list[int] = []
-
-    class Counting(PosixStorage):
-        def open(self, name: str) -> Any:
-            source = super().open(name)
-            return CountedSource(source, counts) if name.endswith(".distcp") else source
-
-    with patch.multiple(filesystem_reader, PosixStorage=Counting, UncachedFiles=Counting):
-        yield counts
-
-
 def load(
-    state: Facts,
-    path: Path,
-    group: dist.ProcessGroup | None,
-    *,
-    planner: Any = None,
-    **options: Any,
-) -> int:
-    """Load with a reader that shares in the group; how many bytes this rank has read."""
+    state: Facts, path: Path, group: dist.ProcessGroup | None, planner: Any = None, **options: Any
+) -> None:
+    """Load with a reader that shares in the group."""
     reader = nostall.FileSystemReader(path, process_group=group, **options)
+    dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
+
+
+def facts_of(way: Callable[[Facts], object], expected: Facts) -> Facts:
+    """Load a state; how many bytes this rank has read, and whether it has what was expected."""
+    loaded = empty_like(expected)
     with counted() as counts:
-        dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
-    return sum(counts)
+        way(loaded)
+    return {"read": sum(counts), "same": same(loaded, expected)}
 
 
 def save_once(path: Path, state: Facts) -> int:
@@ -106,28 +84,6 @@ def save_once(path: Path, state: Facts) -> int:
 
 def shard_nbytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.glob("*.distcp"))
-
-
-def empty_like(value: Any) -> Any:
-    """A state of the same structure, with other values."""
-    if isinstance(value, torch.Tensor):
-        return torch.zeros_like(value)
-    if isinstance(value, dict):
-        return {key: empty_like(each) for key, each in value.items()}
-    return [empty_like(each) for each in value] if isinstance(value, list) else None
-
-
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, DTensor):
-        return same(one.to_local(), other.to_local())
-    if isinstance(one, torch.Tensor):
-        bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
 
 
 def some_state() -> Facts:
@@ -145,53 +101,47 @@ def replicated(out: Path, group: dist.ProcessGroup) -> Facts:
     """One state on all ranks, with and without a group, and with all options."""
     state = some_state()
     found: Facts = {"stored": save_once(out, state)}
-    for name, options in (("plain", {}), ("crc", {"verify": "crc"}), ("thread", {"threads": 1})):
-        loaded = empty_like(state)
-        found[name] = {"read": load(loaded, out, group, **options), "same": same(loaded, state)}
-    loaded = empty_like(state)
-    found["alone"] = {"read": load(loaded, out, None), "same": same(loaded, state)}
-    reader = nostall.CachedMetadataFileSystemReader(out, process_group=group)
-    loaded = empty_like(state)
-    with counted() as counts:
-        dcp.load(loaded, storage_reader=reader)  # with the default group, of the same ranks
-    found["cached"] = {"read": sum(counts), "same": same(loaded, state)}
-    loaded = empty_like(state)
-    with counted() as counts:
-        nostall.load(loaded, out, process_group=group, read_once=True)
-    found["nostall.load"] = {"read": sum(counts), "same": same(loaded, state)}
-    return found
+    cached = nostall.CachedMetadataFileSystemReader(out, process_group=group)
+    ways: dict[str, Callable[[Facts], object]] = {
+        "plain": lambda loaded: load(loaded, out, group),
+        "crc": lambda loaded: load(loaded, out, group, verify="crc"),
+        "thread": lambda loaded: load(loaded, out, group, threads=1),
+        "alone": lambda loaded: load(loaded, out, None),
+        # With the default group, of the same ranks.
+        "cached": lambda loaded: dcp.load(loaded, storage_reader=cached),
+        "nostall.load": lambda loaded: nostall.load(
+            loaded, out, process_group=group, read_once=True
+        ),
+    }
+    return found | {name: facts_of(way, state) for name, way in ways.items()}
 
 
 def pairs(out: Path, group: dist.ProcessGroup) -> Facts:
     """HSDP: shards over two ranks, each on half of the ranks; saved by all of them."""
-    half = dist.get_world_size() // 2
-    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    wholes = [torch.arange(at, at + 400_000).reshape(400, 1000) for at in range(0, 40, 10)]
     state = {
-        f"x{number}": distribute_tensor(
-            torch.arange(number * 10, number * 10 + 400_000).reshape(400, 1000),
-            mesh,
-            [Replicate(), Shard(0)],
-        )
-        for number in range(4)
+        f"x{number}": distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+        for number, whole in enumerate(wholes)
     }
-    writer = nostall.FileSystemWriterAsync(out, sync_files=False)
-    dcp.save(state, storage_writer=writer)
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    read = load(loaded, out, group)
-    return {"stored": shard_nbytes(out), "read": read, "same": same(loaded, state)}
+    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(out, sync_files=False))
+    found = facts_of(lambda loaded: load(loaded, out, group), state)
+    return {"stored": shard_nbytes(out), **found}
 
 
 def by_columns(out: Path, group: dist.ProcessGroup) -> Facts:
-    """Each rank gets other columns of what is stored as a whole."""
+    """Each rank gets other columns of what is stored as a whole; and once other rows."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(1_600_000).reshape(400, 4000)
     stored = save_once(out, {"x": whole})
-    loaded = {"x": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(1)])}
-    read = load(loaded, out, group)
-    is_same = same(loaded, {"x": distribute_tensor(whole, mesh, [Shard(1)])})
-    loaded = {"x": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)])}
-    alone = load(loaded, out, group)
-    return {"stored": stored, "read": read, "same": is_same, "rows": alone}
+    rows, columns = (
+        facts_of(
+            lambda loaded: load(loaded, out, group),
+            {"x": distribute_tensor(whole, mesh, [Shard(dimension)])},
+        )
+        for dimension in (0, 1)
+    )
+    return {"stored": stored, **columns, "rows": rows}
 
 
 def own_and_common(out: Path, group: dist.ProcessGroup) -> Facts:
@@ -203,8 +153,7 @@ def own_and_common(out: Path, group: dist.ProcessGroup) -> Facts:
     mine: Facts = {**common, f"of {rank}": own[f"of {rank}"]}
     if rank == 0:
         del mine["common 1"]
-    loaded = empty_like(mine)
-    return {"stored": stored, "read": load(loaded, out, group), "same": same(loaded, mine)}
+    return {"stored": stored, **facts_of(lambda loaded: load(loaded, out, group), mine)}
 
 
 def every_second(out: Path, group: dist.ProcessGroup) -> Facts:
@@ -212,17 +161,55 @@ def every_second(out: Path, group: dist.ProcessGroup) -> Facts:
     state = {f"x{number:04}": torch.full((2000,), number) for number in range(500)}
     save_once(out, state)
     mine = dict(list(state.items())[::2])
-    loaded = empty_like(mine)
-    read = load(loaded, out, group)
     places = read_metadata(out).storage_data
     wanted = sum(place.length for index, place in places.items() if index.fqn in mine)
-    return {"stored": wanted, "read": read, "same": same(loaded, mine)}
+    return {"stored": wanted, **facts_of(lambda loaded: load(loaded, out, group), mine)}
+
+
+def resharded(out: Path, group: dist.ProcessGroup) -> list[str]:
+    """DTensors that are loaded in another placement, in every way; what was wrong."""
+    count = dist.get_world_size()
+    line = init_device_mesh("cpu", (count,))
+    square = init_device_mesh("cpu", (2, count // 2))
+    placements: dict[str, tuple[DeviceMesh, list[Placement]]] = {
+        "rows": (line, [Shard(0)]),
+        "columns": (line, [Shard(1)]),
+        "both": (square, [Shard(0), Shard(1)]),
+        "replicated": (square, [Replicate(), Shard(0)]),
+    }
+    wholes: Facts = {
+        "small": torch.arange(35.0).reshape(7, 5),
+        "few rows": torch.arange(12, dtype=torch.bfloat16).reshape(3, 4),
+        "one row": torch.arange(9).reshape(1, 9),
+        "large": torch.arange(301 * 703.0).reshape(301, 703),
+    }
+    states: dict[str, Facts] = {
+        name: {key: distribute_tensor(whole, *where) for key, whole in wholes.items()}
+        for name, where in placements.items()
+    }
+    names, wrong = list(placements), []
+    for saved, wanted in zip(names, [*names[1:], names[0]], strict=True):
+        path = out / saved
+        writer = nostall.FileSystemWriterAsync(path, sync_files=False)
+        dcp.save(states[saved], storage_writer=writer)
+        ways: dict[str, Callable[[Facts], object]] = {
+            "alone": partial(load, path=path, group=None, verify="crc"),
+            "shared": partial(load, path=path, group=group),
+            "nostall.load": partial(nostall.load, path=path),
+            "together": partial(nostall.load, path=path, process_group=group, read_once=True),
+        }
+        for name, way in ways.items():
+            if not facts_of(way, states[wanted])["same"]:
+                wrong.append(f"{saved} to {wanted}, {name}")
+        if not facts_of(ways["nostall.load"], wholes)["same"]:
+            wrong.append(f"{saved} to plain tensors")
+    return wrong
 
 
 # --- failures -------------------------------------------------------------------------------------
 
 
-def error_of(call: Callable[[], Any]) -> Facts:
+def error_of(call: Callable[[], object]) -> Facts:
     """A call's failures by rank, and its duration in seconds."""
     began_s = time.monotonic()
     failures: Facts = {}
@@ -322,14 +309,13 @@ def wrong_use(out: Path, group: dist.ProcessGroup) -> Facts:
             found = error_of(call)
         return {**found, "read": sum(counts), "same": same(loaded, state)}
 
-    alone = dist.new_subgroups(1)[0]
-    other = dist.new_group([0])
     found = {
         "not on rank 0": with_reader(group if rank else None),
         "only on rank 0": with_reader(None if rank else group),
-        "smaller": with_reader(alone),
+        "smaller": with_reader(dist.new_subgroups(1)[0]),
         "no_dist": with_reader(group, no_dist=True),
     }
+    other = dist.new_group([0])
     try:
         nostall.FileSystemReader(out, process_group=other)
     except OptionError as error:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -97,7 +98,7 @@ def require_same(path: Path, saved: torch.Tensor, make_target: Make) -> bytes | 
 @pytest.mark.parametrize("count", [0, 1, 7, LARGE], ids=["empty", "one", "small", "large"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype, count: int) -> None:
-    """All bits of the values come back, whatever they mean."""
+    """All bits of the values come back, whatever they mean, without the slow ``torch.load``."""
     saved = values_of(dtype, count)
     save_stock_way(tmp_path, {"x": saved})
 
@@ -105,8 +106,9 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype, count: int) -> None:
         blank = torch.zeros(count * dtype.itemsize, dtype=torch.uint8)
         return outcome(load, blank.view(dtype))
 
-    assert loaded(partial(by_reader, tmp_path)) == bits(saved)
-    assert loaded(lambda state: nostall.load(state, tmp_path)) == bits(saved)
+    with patch.object(torch, "load", side_effect=AssertionError("loaded by torch")):
+        assert loaded(partial(by_reader, tmp_path)) == bits(saved)
+        assert loaded(lambda state: nostall.load(state, tmp_path)) == bits(saved)
     # With torch 2.9 stock cannot copy a float4.
     assert loaded(partial(by_stock, tmp_path)) in (bits(saved), "refused")
 
@@ -114,25 +116,16 @@ def test_every_dtype(tmp_path: Path, dtype: torch.dtype, count: int) -> None:
 @pytest.mark.parametrize("count", [7, LARGE], ids=["small", "large"])
 def test_other_dtypes_of_targets(tmp_path: Path, count: int) -> None:
     """Values are converted as ``copy_`` converts them."""
-    for number, (stored, wanted) in enumerate(
-        (
-            (torch.float32, torch.bfloat16),
-            (torch.bfloat16, torch.float64),
-            (torch.float32, torch.float8_e4m3fn),
-            (torch.float8_e5m2, torch.float32),
-            (torch.int64, torch.int16),
-            (torch.int64, torch.bool),
-            (torch.bool, torch.float16),
-            (torch.uint16, torch.int32),
-            (torch.uint64, torch.float32),
-            (torch.float32, torch.complex64),
-            (torch.complex64, torch.float32),
-        )
+    for stored, wanted in (
+        (torch.float32, torch.bfloat16),
+        (torch.float8_e5m2, torch.float64),
+        (torch.int64, torch.bool),
+        (torch.uint64, torch.float32),
+        (torch.complex64, torch.float32),
     ):
         saved = (torch.arange(count) % 113).to(stored)
-        found = require_same(
-            tmp_path / f"{number}", saved, partial(torch.zeros, count, dtype=wanted)
-        )
+        make_target = partial(torch.zeros, count, dtype=wanted)
+        found = require_same(tmp_path / f"{stored}", saved, make_target)
         assert found == bits(torch.zeros(count, dtype=wanted).copy_(saved))
 
 
@@ -151,7 +144,6 @@ SHAPES = {"small": (6, 4), "large": (600, 180)}
 STORED: dict[str, Callable[..., torch.Tensor]] = {
     "contiguous": whole,
     "transposed": lambda rows, columns: whole(columns, rows).t(),
-    "every second column": lambda rows, columns: whole(rows, 2 * columns)[:, ::2],
     "rows of a view": lambda rows, columns: whole(rows + 7, columns)[3:-4],
     "expanded": lambda rows, columns: whole(1, columns).expand(rows, columns),
     "huge stride": lambda rows, columns: torch.as_strided(
@@ -219,30 +211,6 @@ def test_every_kind_of_target(tmp_path: Path, target: str, size: str) -> None:
     saved = whole(*SHAPES[size])
     found = require_same(tmp_path, saved, partial(TARGETS[target], *SHAPES[size]))
     assert (found == "refused") is (target in REFUSED)
-
-
-@pytest.mark.parametrize("size", SHAPES)
-def test_a_target_on_the_meta_device_is_refused(tmp_path: Path, size: str) -> None:
-    """By ``nostall.load``, before anything is read; it has no memory to load into."""
-    save_stock_way(tmp_path, {"x": whole(*SHAPES[size])})
-    target = torch.empty(SHAPES[size], device="meta")
-    assert outcome(lambda state: nostall.load(state, tmp_path), target) == "refused"
-
-
-@pytest.mark.parametrize("count", [5, LARGE], ids=["small", "large"])
-def test_targets_that_share_memory(tmp_path: Path, count: int) -> None:
-    """Parts of one storage that do not overlap, in reverse order of their names."""
-    state = {f"{each}": torch.full((count,), float(each)) for each in range(4)}
-    save_stock_way(tmp_path, state)
-    for load in (by_stock, by_reader, lambda path, state: nostall.load(state, path)):
-        storage = torch.zeros(4 * count + 2)
-        load(
-            tmp_path,
-            {f"{3 - each}": storage[1 + each * count :][:count] for each in range(4)},
-        )
-        expected = torch.tensor([3.0, 2.0, 1.0, 0.0]).repeat_interleave(count)
-        assert torch.equal(storage[1:-1], expected)
-        assert storage[0] == storage[-1] == 0
 
 
 @pytest.mark.parametrize("size", [(), (0,), (3, 0, 2), (1, 1)], ids=str)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import gc
 import inspect
 import io
+import itertools
 import os
 import signal
-import subprocess
+import struct
 import threading
 import weakref
 import zipfile
@@ -20,29 +21,30 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 import nostall
 from nostall._memory.uploads import Uploads
-from nostall._read.archives import Archives, OpenFile
+from nostall._read.archives import OpenFile
 from nostall._read.inflight import Workers
 from nostall._read.plan import Wanted
 from nostall._read.reading import PIECE_NBYTES
 from nostall._read.targets import overlapping, span_of
-from nostall.errors import DamagedCheckpointError, OptionError
+from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 from nostall.filesystem_reader import Verify
-from support import loaded
 from support.interrupts import interrupted, takes_a_lock
+from support.ranks import run_script
+from support.reads import error_of, flipped, load
 from support.states import read_metadata
+from support.waiting import SOON_S
 
 SIZES = pytest.mark.parametrize("count", [6, 100_000], ids=["small", "large"])
 
@@ -52,37 +54,29 @@ def save(path: Path, state: dict[str, Any], *, files: int = 1) -> None:
     dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-def load(
-    state: dict[str, Any], path: Path, planner: dcp.DefaultLoadPlanner | None = None, **options: Any
-) -> None:
-    reader = nostall.FileSystemReader(path, **options)
-    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+class Archive(NamedTuple):
+    """An item's archive in a file."""
+
+    file: Path
+    begin: int
+    content: bytes
+
+    @property
+    def values_end(self) -> int:
+        """Where the values end in the file."""
+        with zipfile.ZipFile(io.BytesIO(self.content)) as opened:
+            values = next(each for each in opened.infolist() if each.filename.endswith("data/0"))
+        at = values.header_offset
+        name_nbytes, extra_nbytes = struct.unpack("<HH", self.content[at + 26 : at + 30])
+        return self.begin + at + 30 + int(name_nbytes + extra_nbytes) + values.file_size
 
 
-def error_of(state: dict[str, Any], path: Path, **options: Any) -> BaseException:
-    with pytest.raises(CheckpointException) as caught:
-        load(state, path, **options)
-    error: BaseException = caught.value.failures[0][0]
-    return error
-
-
-def archive_of(path: Path, name: str) -> tuple[Path, int, bytes]:
-    """The file that has an item, where the item's archive begins in it, and the archive."""
-    place = next(
-        place for index, place in read_metadata(path).storage_data.items() if index.fqn == name
-    )
+def archive_of(path: Path, name: str) -> Archive:
+    places = read_metadata(path).storage_data
+    (place,) = [place for index, place in places.items() if index.fqn == name]
     file = path / place.relative_path
-    return file, place.offset, file.read_bytes()[place.offset : place.offset + place.length]
-
-
-def values_end(archive: bytes) -> int:
-    """Where the values end in an archive."""
-    with zipfile.ZipFile(io.BytesIO(archive)) as opened:
-        values = next(each for each in opened.infolist() if each.filename.endswith("data/0"))
-    at = values.header_offset
-    name_nbytes = int.from_bytes(archive[at + 26 : at + 28], "little")
-    extra_nbytes = int.from_bytes(archive[at + 28 : at + 30], "little")
-    return at + 30 + name_nbytes + extra_nbytes + values.file_size
+    content = file.read_bytes()[place.offset : place.offset + place.length]
+    return Archive(file, place.offset, content)
 
 
 def overwrite(file: Path, at: int, content: bytes) -> None:
@@ -91,82 +85,48 @@ def overwrite(file: Path, at: int, content: bytes) -> None:
         opened.write(content)
 
 
-# --- alignment ------------------------------------------------------------------------------------
-
-_ALL_CONVERSIONS = """
-import sys, warnings
-import torch
-import torch.distributed.checkpoint as dcp
-import nostall
-
-warnings.simplefilter("ignore")
-path, count = sys.argv[1], 37
-dtypes = [torch.complex128, torch.complex64, torch.float64, torch.bfloat16, torch.int16, torch.bool]
-state = {}
-for number in range(16):  # objects of many lengths, so that archives begin at any address
-    state[f"object {number}"] = "x" * number
-    for dtype in dtypes:
-        state[f"{number} {dtype}"] = torch.arange(count).to(dtype)
-writer = dcp.FileSystemWriter(path, sync_files=False)
-dcp.save(state, storage_writer=writer, no_dist=True)
-for target_dtype in dtypes:
-    for conjugated in (False, True):
-        targets = {}
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor):
-                targets[name] = torch.zeros(count, dtype=target_dtype)
-                if conjugated and target_dtype.is_complex:
-                    targets[name] = targets[name].conj()
-        dcp.load(targets, storage_reader=nostall.FileSystemReader(path), no_dist=True)
-        for name, target in targets.items():
-            expected = torch.zeros(count, dtype=target_dtype).copy_(state[name])
-            assert torch.equal(target.resolve_conj(), expected), (name, target_dtype, conjugated)
-"""
-
-
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_values_at_any_address_are_converted(tmp_path: Path) -> None:
     """Archives begin at any byte of a file; instructions for whole vectors need aligned memory."""
-    command = [*loaded.python(), "-c", _ALL_CONVERSIONS, str(tmp_path / "saved")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert ended.returncode == 0, ended.stderr
-
-
-# --- planners -------------------------------------------------------------------------------------
-
-
-class _OnePending(dcp.DefaultLoadPlanner):
-    """Keeps one item between ``resolve_tensor`` and ``commit_tensor``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._pending: tuple[ReadItem, torch.Tensor] | None = None
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        assert self._pending is None
-        target = super().resolve_tensor(read_item)
-        self._pending = read_item, target
-        return torch.empty_like(target)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        assert self._pending is not None
-        pending, target = self._pending
-        assert pending == read_item
-        target.copy_(tensor)
-        self._pending = None
+    dtypes = [torch.complex128, torch.complex64, torch.float64, torch.bfloat16]
+    dtypes += [torch.int16, torch.bool]
+    state: dict[str, Any] = {}
+    for number in range(16):  # objects of many lengths, so that archives begin at any address
+        state[f"object {number}"] = "x" * number
+        state |= {f"{number} {dtype}": torch.arange(37).to(dtype) for dtype in dtypes}
+    save(tmp_path, state)
+    saved = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+    for dtype, is_conjugate in itertools.product(dtypes, (False, True)):
+        targets = {name: torch.zeros(37, dtype=dtype) for name in saved}
+        if is_conjugate and dtype.is_complex:
+            targets = {name: each.conj() for name, each in targets.items()}
+        load(dict(targets), tmp_path)
+        for name, target in targets.items():
+            expected = torch.zeros(37, dtype=dtype).copy_(saved[name])
+            assert torch.equal(target.resolve_conj(), expected), (name, dtype, is_conjugate)
 
 
 class _Scratch(dcp.DefaultLoadPlanner):
-    """Gives out one buffer for all tensors, with other content each time."""
+    """Gives out one buffer for all tensors, with other content each time, and keeps copies."""
 
     def __init__(self) -> None:
         super().__init__()
         self._buffer = torch.empty(0)
+        self.found: dict[str, torch.Tensor] = {}
 
-    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+    def scratch(self, read_item: ReadItem, tensor: Any = None) -> torch.Tensor:
         return self._buffer.resize_(read_item.lengths).fill_(-1)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self.lookup_tensor(read_item.dest_index).copy_(tensor)
+        self.found[read_item.dest_index.fqn] = tensor.clone()
+
+
+class _Resolving(_Scratch):
+    resolve_tensor = _Scratch.scratch
+
+
+class _Transforming(_Scratch):
+    transform_tensor = _Scratch.scratch
 
 
 class _Looked(dcp.DefaultLoadPlanner):
@@ -176,8 +136,15 @@ class _Looked(dcp.DefaultLoadPlanner):
         return super().lookup_tensor(index).zero_()
 
 
+def _of_one_object() -> dcp.DefaultLoadPlanner:
+    planner, own = dcp.DefaultLoadPlanner(), _Scratch()
+    methods = {"resolve_tensor": own.scratch, "commit_tensor": own.commit_tensor}
+    vars(planner).update(methods, found=own.found)
+    return planner
+
+
 @SIZES
-@pytest.mark.parametrize("kind", [_OnePending, _Scratch, _Looked])
+@pytest.mark.parametrize("kind", [_Resolving, _Transforming, _Looked, _of_one_object])
 def test_planners_may_act_on_each_tensor(
     tmp_path: Path, count: int, kind: Callable[[], dcp.DefaultLoadPlanner]
 ) -> None:
@@ -185,21 +152,9 @@ def test_planners_may_act_on_each_tensor(
     state = {f"{number}": torch.full((count + number,), float(number)) for number in range(1, 7)}
     save(tmp_path, state)
     loaded = {name: torch.zeros_like(value) for name, value in state.items()}
-    load(loaded, tmp_path, kind())
-    assert all(torch.equal(loaded[name], value) for name, value in state.items())
-
-
-def test_a_method_of_one_planner_counts(tmp_path: Path) -> None:
-    """Also one that was set on the object."""
-    state = {f"{number}": torch.full((100_000,), float(number)) for number in range(5)}
-    save(tmp_path, state)
-    planner, buffer, found = dcp.DefaultLoadPlanner(), torch.empty(100_000), {}
-
-    def commit(read_item: ReadItem, tensor: torch.Tensor) -> None:
-        found[read_item.dest_index.fqn] = tensor.clone()
-
-    vars(planner).update(resolve_tensor=lambda _: buffer, commit_tensor=commit)
-    load({name: torch.zeros(100_000) for name in state}, tmp_path, planner)
+    planner = kind()
+    load(loaded, tmp_path, planner)
+    found = getattr(planner, "found", loaded)
     assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
@@ -271,15 +226,17 @@ def test_targets_that_share_memory_get_what_stock_gives_them(
     assert torch.equal(ours, stock)
 
 
-@SIZES
+@pytest.mark.parametrize("count", [6, 3_000_000], ids=["small", "large"])
 def test_tied_tensors_get_what_stock_gives_them(tmp_path: Path, count: int) -> None:
-    """One tensor under two names that have other values in the checkpoint."""
+    """One tensor under two names with other values: never a mixture, nor is it called damage."""
     save(tmp_path, {"a": torch.full((count,), 1.0), "b": torch.full((count,), 2.0)}, files=2)
-    ours, stock = torch.zeros(count), torch.zeros(count)
-    load({"a": ours, "b": ours}, tmp_path)
+    ours, by_load, stock = (torch.zeros(count) for _ in range(3))
+    load({"a": ours, "b": ours}, tmp_path, verify="crc")
+    nostall.load({"a": by_load, "b": by_load}, tmp_path, verify="crc")
     reader = dcp.FileSystemReader(tmp_path)
     dcp.load({"a": stock, "b": stock}, storage_reader=reader, no_dist=True)
     assert torch.equal(ours, stock)
+    assert by_load.unique().tolist() in ([1.0], [2.0])
 
 
 Box: TypeAlias = "tuple[str, tuple[int, ...]]"
@@ -349,139 +306,98 @@ def test_parts_of_one_tensor_are_apart(rows: int, columns: int, parts: int) -> N
     assert all(overlapping_of([*tiles, whole], [*boxes, ("y", (0, 0))]))
 
 
-def test_parts_of_an_expanded_tensor_share_memory() -> None:
-    """Though they are beside each other."""
-    rows = torch.zeros(1, 8).expand(6, 8).split(1)
-    assert all(overlapping_of(rows, [("x", (row, 0)) for row in range(6)]))
-
-
-def test_parts_of_a_tensor_that_overlaps_itself_share_memory() -> None:
-    """By its strides, where each part alone does not."""
-    rows = torch.zeros(8).as_strided((2, 4), (2, 1)).split(1)
-    assert all(overlapping_of(rows, [("x", (0, 0)), ("x", (1, 0))]))
+@pytest.mark.parametrize(
+    "whole", [torch.zeros(1, 8).expand(6, 8), torch.zeros(8).as_strided((2, 4), (2, 1))]
+)
+def test_parts_of_a_tensor_that_overlaps_itself_share_memory(whole: torch.Tensor) -> None:
+    """Though they are beside each other, and each part alone does not overlap."""
+    rows = whole.split(1)
+    assert all(overlapping_of(rows, [("x", (row, 0)) for row in range(len(rows))]))
 
 
 def test_unknown_memory_counts_as_shared() -> None:
     """That of sparse tensors and subclasses; tensors without elements share nothing."""
     sparse = torch.eye(3).to_sparse()
     parameter = torch.nn.Parameter(torch.zeros(3))
-    assert overlapping_of([sparse, parameter, torch.zeros(0), torch.zeros(2)]) == [
-        True,
-        True,
-        False,
-        False,
-    ]
-
-
-# --- autograd -------------------------------------------------------------------------------------
+    shares = overlapping_of([sparse, parameter, torch.zeros(0), torch.zeros(2)])
+    assert shares == [True, True, False, False]
 
 
 @pytest.mark.parametrize("count", [600, 3_000_000], ids=["small", "large"])
-def test_a_failed_load_counts_as_a_change(tmp_path: Path, count: int) -> None:
-    """Autograd must not use values that were overwritten before the load failed."""
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_load_counts_as_a_change(tmp_path: Path, count: int, *, is_damaged: bool) -> None:
+    """Autograd must not use values that were overwritten, even if the load failed then."""
     save(tmp_path, {"x": torch.ones(count)})
-    file, begin, archive = archive_of(tmp_path, "x")
-    overwrite(file, begin + values_end(archive) - 1, b"\xff")
     target = torch.zeros(count)
     weight = torch.ones(count, requires_grad=True)
     product = (weight * target).sum()
-    assert isinstance(error_of({"x": target}, tmp_path, verify="crc"), DamagedCheckpointError)
+    if is_damaged:
+        archive = archive_of(tmp_path, "x")
+        overwrite(archive.file, archive.values_end - 1, b"\xff")
+        assert isinstance(error_of({"x": target}, tmp_path, verify="crc"), DamagedCheckpointError)
+    else:
+        load({"x": target}, tmp_path)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
 
 
 @SIZES
-def test_tensors_made_in_inference_mode_are_loaded(tmp_path: Path, count: int) -> None:
-    """They have no count of changes."""
-    save(tmp_path, {"x": torch.ones(count)})
-    with torch.inference_mode():
-        target = torch.zeros(count)
-        load({"x": target}, tmp_path)
-    assert target.unique().tolist() == [1.0]
-
-
-# --- checksums ------------------------------------------------------------------------------------
-
-
-def _without_checksum(archive: bytes) -> bytes:
-    """The archive as it is saved after ``torch.serialization.set_crc32_options(False)``."""
-    end = values_end(archive)
-    crc32 = archive[end + 4 : end + 8]
-    assert archive.count(crc32) == 2
-    return archive.replace(crc32, bytes(4))
-
-
-@SIZES
 def test_each_archive_has_its_own_checksum(tmp_path: Path, count: int) -> None:
-    """One without a checksum says nothing of others of the same form."""
+    """One without a checksum says nothing of others of the same form.
+
+    Zeros, as a page that was never written has them, are not taken for no checksum.
+    """
     save(tmp_path, {name: torch.full((count,), float(ord(name))) for name in "abc"})
-    file, begin, archive = archive_of(tmp_path, "a")
-    overwrite(file, begin, _without_checksum(archive))
+    a, b, c = (archive_of(tmp_path, name) for name in "abc")
+    crc32 = a.content[a.values_end - a.begin + 4 :][:4]
+    assert a.content.count(crc32) == 2
+    without = a.content.replace(crc32, bytes(4))  # as after set_crc32_options(False)
+    overwrite(a.file, a.begin, without)
     loaded = {name: torch.zeros(count) for name in "abc"}
     load(loaded, tmp_path, verify="crc")
     assert [loaded[name].unique().item() for name in "abc"] == [97.0, 98.0, 99.0]
-    file, begin, archive = archive_of(tmp_path, "c")
-    overwrite(file, begin + values_end(archive) - 2, b"\x01")
-    error = error_of(loaded, tmp_path, verify="crc")
-    assert isinstance(error, DamagedCheckpointError)
-    assert "(items c)" in str(error)
-
-
-@SIZES
-def test_an_overwritten_checksum_is_damage(tmp_path: Path, count: int) -> None:
-    """Zeros, as a page that was never written has them, are not taken for no checksum."""
-    save(tmp_path, {name: torch.full((count,), float(ord(name))) for name in "ab"})
-    file, begin, archive = archive_of(tmp_path, "b")
-    overwrite(file, begin + values_end(archive) - 16, bytes(32))
-    loaded = {name: torch.zeros(count) for name in "ab"}
-    error = error_of(loaded, tmp_path, verify="crc")
-    assert isinstance(error, DamagedCheckpointError)
-    assert "(items b)" in str(error)
+    for archive, name, at, damage in ((c, "c", -2, b"\x01"), (b, "b", -16, bytes(32))):
+        overwrite(archive.file, archive.values_end + at, damage)
+        error = error_of(loaded, tmp_path, verify="crc")
+        assert isinstance(error, DamagedCheckpointError)
+        assert f"(items {name})" in str(error)
+        overwrite(archive.file, archive.begin, archive.content)
 
 
 @pytest.mark.parametrize("count", [1, 1 << 20, (1 << 20) + 1, 5_000_000])
 def test_sums_of_pieces_are_the_sum(tmp_path: Path, count: int) -> None:
     """A tensor of several pieces that several threads read; and any damaged byte is found."""
-    save(tmp_path, {"x": torch.arange(count, dtype=torch.int32)})
+    state = {"x": torch.arange(count, dtype=torch.int32)}
+    save(tmp_path, state)
     loaded = {"x": torch.zeros(count, dtype=torch.int32)}
     load(loaded, tmp_path, verify="crc")
-    assert torch.equal(loaded["x"], torch.arange(count, dtype=torch.int32))
-    file, begin, archive = archive_of(tmp_path, "x")
-    end = begin + values_end(archive)
-    for at in {end - 1, end - 2 * count, end - 4 * count}:
-        before = file.read_bytes()[at : at + 1]
-        overwrite(file, at, bytes([before[0] ^ 1]))
-        assert isinstance(error_of(loaded, tmp_path, verify="crc"), DamagedCheckpointError)
-        overwrite(file, at, before)
+    assert torch.equal(loaded["x"], state["x"])
+    archive = archive_of(tmp_path, "x")
+    for at in {1, 2 * count, 4 * count}:
+        with flipped(archive.file, archive.values_end - at):
+            assert isinstance(error_of(loaded, tmp_path, verify="crc"), DamagedCheckpointError)
+
+
+def alike() -> dict[str, dict[str, torch.Tensor]]:
+    """Two tensors each whose archives have one length: of two dtypes, or one that torch reads."""
+    values, square = torch.arange(200_000), torch.arange(700.0 * 700).reshape(700, 700)
+    return {
+        "float first": {"x": values.to(torch.float32), "y": values.to(torch.int32)},
+        "integer first": {"x": values.to(torch.int32), "y": values.to(torch.float32)},
+        "transposed": {"x": square, "y": square.t()},
+    }
 
 
 @pytest.mark.parametrize("verify", ["none", "crc"])
-@pytest.mark.parametrize("names", [("x", "y"), ("y", "x")])
-def test_an_archive_is_not_taken_for_one_like_it(
-    tmp_path: Path, names: tuple[str, str], verify: Verify
-) -> None:
+@pytest.mark.parametrize("kind", alike())
+def test_an_archive_is_not_taken_for_one_like_it(tmp_path: Path, kind: str, verify: Verify) -> None:
     """Another dtype may have the same length of archive, and the shape that the target has."""
-    first, second = names
-    values = torch.arange(200_000)
-    save(tmp_path, {first: values.to(torch.float32), second: values.to(torch.int32)})
-    assert len({len(archive_of(tmp_path, name)[2]) for name in names}) == 1
-    target = {name: torch.zeros(200_000) for name in names}
-    load(target, tmp_path, verify=verify, threads=1)
-    assert all(torch.equal(target[name], values.to(torch.float32)) for name in names)
-
-
-@pytest.mark.parametrize("verify", ["none", "crc"])
-def test_an_archive_that_only_torch_reads_is_not_taken_for_one_like_it(
-    tmp_path: Path, verify: Verify
-) -> None:
-    """That of a square matrix and of its transposed have one length."""
-    square = torch.arange(700.0 * 700).reshape(700, 700)
-    state = {"x": square, "y": square.t()}
+    state = alike()[kind]
     save(tmp_path, state)
-    assert len({len(archive_of(tmp_path, name)[2]) for name in state}) == 1
-    target = {name: torch.zeros(700, 700) for name in state}
+    assert len({len(archive_of(tmp_path, name).content) for name in state}) == 1
+    target = {name: torch.zeros(each.shape) for name, each in state.items()}
     load(target, tmp_path, verify=verify, threads=1)
-    assert all(torch.equal(target[name], state[name]) for name in state)
+    assert all(torch.equal(target[name], each.float()) for name, each in state.items())
 
 
 def test_after_an_error_nothing_keeps_memory(
@@ -489,8 +405,8 @@ def test_after_an_error_nothing_keeps_memory(
 ) -> None:
     """No cycle of the error and its traceback, which only the garbage collector would find."""
     save(tmp_path, {"x": torch.arange(4_000_000.0)})
-    file, begin, _ = archive_of(tmp_path, "x")
-    overwrite(file, begin + 5_000_000, b"\xff\xfe")
+    archive = archive_of(tmp_path, "x")
+    overwrite(archive.file, archive.begin + 5_000_000, b"\xff\xfe")
     made: list[weakref.ref[torch.Tensor]] = []
     beside = Uploads.beside
 
@@ -508,46 +424,6 @@ def test_after_an_error_nothing_keeps_memory(
         assert [each() for each in made] == [None]
     finally:
         gc.enable()
-
-
-def test_a_tensor_is_compared_with_its_checksum_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if all threads complete their last piece at the same time."""
-    count = (PIECE_NBYTES + PIECE_NBYTES // 2) // 4  # two pieces
-    save(tmp_path, {"x": torch.ones(count)})
-    both, compared = threading.Barrier(2), []
-    part, require_intact = Uploads.part, Archives.require_intact
-
-    @contextmanager
-    def together(*arguments: Any) -> Iterator[memoryview]:
-        """Parts that are complete at the same time."""
-        with part(*arguments) as memory:
-            yield memory
-        both.wait(60)
-
-    def comparing(*arguments: Any) -> None:
-        compared.append(arguments)
-        require_intact(*arguments)
-
-    monkeypatch.setattr(Uploads, "part", together)
-    monkeypatch.setattr(Archives, "require_intact", comparing)
-    load({"x": torch.zeros(count)}, tmp_path, verify="crc", threads=2)
-    assert len(compared) == 1
-
-
-# --- errors of users ------------------------------------------------------------------------------
-
-
-class _Gives(dcp.DefaultLoadPlanner):
-    """Gives out a certain tensor."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__()
-        self._tensor = tensor
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self._tensor
 
 
 @SIZES
@@ -568,15 +444,17 @@ def test_targets_that_cannot_be_filled_are_named(
         "empty": torch.zeros(0),
         "other shape": torch.zeros(count, 1),
     }[kind]
-    planner = _Gives(target) if by_planner or kind in ("empty", "other shape", "meta") else None
-    state = {"x": torch.zeros(count) if planner else target}
-    with pytest.raises(CheckpointException) as caught:
-        load(state, tmp_path, planner)
-    error = caught.value.failures[0][0]
+    planner, state = dcp.DefaultLoadPlanner(), {"x": target}
+    if by_planner or kind in ("empty", "other shape", "meta"):
+        state["x"] = torch.zeros(count)
+        vars(planner).update(resolve_tensor=lambda _: target)
+    error = error_of(state, tmp_path, planner=planner)
     assert isinstance(error, OptionError)
     assert "x" in error.message
     assert "saving" not in str(error)
     assert error.phase == "read"
+    with pytest.raises(OptionError, match="x"):
+        nostall.load({"x": target}, tmp_path)
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------
@@ -720,3 +598,72 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    """By the handler of a signal that is not Ctrl-C: of a time limit's alarm, or SIGTERM."""
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_thread_whose_start_was_interrupted_ends(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nobody has noted that it was started."""
+    start, numbers = threading.Thread.start, count(1)
+
+    def start_and_raise(thread: threading.Thread) -> None:
+        start(thread)
+        if next(numbers) == number:
+            raise Interrupted
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_raise)
+    with suppress(Interrupted), Workers(3) as workers:
+        for _ in range(3):
+            workers.submit(lambda: None)
+    assert next(numbers) == number + 1
+    for thread in reading_threads():  # it may be between its last task and its end
+        thread.join(SOON_S)
+    assert not reading_threads()
+
+
+def test_ctrl_c_before_the_end_is_begun_does_not_keep_the_process(tmp_path: Path) -> None:
+    """No line of Python can close this gap; so the interpreter's exit does not wait for threads."""
+    done = run_script("programs/interrupted_workers.py", cwd=tmp_path, timeout_s=SOON_S)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "interrupted\n"
+
+
+def test_a_thread_that_waits_keeps_nothing() -> None:
+    """Memory beside a target would stay until this thread reads again."""
+    memory = torch.zeros(3)
+    kept = weakref.ref(memory)
+    with Workers(1) as workers:
+        task = workers.submit(partial([].extend, memory))
+        workers.wait(task)
+        del memory
+        assert kept() is None
+
+
+def test_what_cannot_have_all_threads_has_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on processes is no reason to fail, unless there is not even one."""
+    start, left = threading.Thread.start, 2
+    done: list[int] = []
+
+    def start_two(thread: threading.Thread) -> None:
+        nonlocal left
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with Workers(4) as workers:
+        for task in [workers.submit(lambda: done.append(1)) for _ in range(8)]:
+            workers.wait(task)
+        assert len(reading_threads()) == workers.threads == 2
+    assert len(done) == 8
+    with Workers(4) as workers, pytest.raises(ReadError, match="cannot start a thread to read"):
+        workers.submit(lambda: None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed._shard.sharded_tensor import metadata as of_sharded_tensors
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan
 
 import nostall
 from checkpoints import make
-from nostall import CachedMetadataFileSystemReader, FileSystemReader, FileSystemWriterAsync
-from nostall.errors import UnknownMetadataError
+from nostall import CachedMetadataFileSystemReader, FileSystemReader
 from nostall.filesystem_reader import Verify
 from nostall.integrity import State
 
@@ -62,43 +57,6 @@ def test_all_of_it_is_loaded(path: Path, verify: Verify) -> None:
         state = blank(transposed=transposed)
         assert nostall.load(state, path, verify=verify).items == 3
         require_loaded(state)
-
-
-class _Into(dcp.DefaultLoadPlanner):
-    """Loads everything into one tensor."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        return self._target
-
-
-@each_checkpoint
-def test_slices_are_loaded(path: Path) -> None:
-    """Every slice of the matrix, as a rank of another sharding would want it."""
-    reader = nostall.FileSystemReader(path)
-    metadata = reader.read_metadata()
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    entry = metadata.state_dict_metadata["model.weight"]
-    assert isinstance(entry, TensorStorageMetadata)
-    whole = make.state()["model"]["weight"]
-    assert (entry.size, len(entry.chunks)) == (whole.size(), 1)
-    for row in range(4):
-        for column in range(3):
-            expected = whole[row:, column:]
-            target = torch.zeros(expected.size())
-            item = ReadItem(
-                type=LoadItemType.TENSOR,
-                dest_index=MetadataIndex("model.weight", torch.Size((row, column))),
-                dest_offsets=torch.Size((0, 0)),
-                storage_index=MetadataIndex("model.weight", torch.Size((0, 0)), 0),
-                storage_offsets=torch.Size((row, column)),
-                lengths=expected.size(),
-            )
-            reader.read_data(LoadPlan([item]), _Into(target)).wait()
-            assert torch.equal(target, expected)
 
 
 @pytest.mark.parametrize("verify", ["none", "crc"])
@@ -158,80 +116,20 @@ def of_torch_2_2(
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_properties_of_sharded_tensors_are_read(
+def test_a_checkpoint_of_torch_2_2_is_read(
     of_torch_2_2: Path, reader: type[FileSystemReader]
 ) -> None:
-    """Tensors had these until torch 2.2; they become today's."""
-    state = blank()
+    """Tensors had properties of sharded ones until then; they become today's. It is complete."""
+    state, by_load = blank(), blank()
     dcp.load(state, storage_reader=reader(of_torch_2_2), no_dist=True)
+    nostall.load(by_load, of_torch_2_2)
     require_loaded(state)
+    require_loaded(by_load)
     entry = reader(of_torch_2_2).read_metadata().state_dict_metadata["model.weight"]
     assert isinstance(entry, TensorStorageMetadata)
     assert type(entry.properties) is TensorProperties
     assert entry.properties.dtype == torch.float32
     assert entry.properties.memory_format == torch.contiguous_format
-
-
-def test_a_checkpoint_of_torch_2_2_is_complete(of_torch_2_2: Path) -> None:
-    """Also for ``verify``, and it is loaded by ``nostall.load``."""
     assert nostall.is_complete(of_torch_2_2)
     assert nostall.is_complete(of_torch_2_2, deep=True)
     assert nostall.verify(of_torch_2_2).state is State.WHOLE
-    state = blank()
-    nostall.load(state, of_torch_2_2)
-    require_loaded(state)
-
-
-class Kind(Enum):
-    """A value that a planner leaves in the metadata."""
-
-    ROWS = "rows"
-
-
-class Placed:
-    """An object that a planner leaves in the metadata."""
-
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-
-
-class OwnState(Placed):
-    """One that makes its state by itself."""
-
-    def __getstate__(self) -> list[str]:
-        return [self.kind.value]
-
-    def __setstate__(self, state: list[str]) -> None:
-        self.kind = Kind(state[0])
-
-
-class _Planner(dcp.DefaultSavePlanner):
-    """Leaves objects of its own classes in the metadata."""
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        metadata.planner_data["placed"] = [Placed(Kind.ROWS), OwnState(Kind.ROWS)]
-        return plans, metadata
-
-
-@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, FileSystemWriterAsync])
-@pytest.mark.parametrize("reader", READERS)
-def test_classes_that_the_program_allows_are_read(
-    tmp_path: Path, writer: Any, reader: type[FileSystemReader]
-) -> None:
-    """A planner's own ones, once they are given to ``torch.serialization.add_safe_globals``."""
-    path = tmp_path / "checkpoint"
-    dcp.save(make.state(), storage_writer=writer(path), planner=_Planner(), no_dist=True)
-
-    def placed() -> Any:
-        return reader(path).read_metadata().planner_data["placed"]
-
-    with pytest.raises(UnknownMetadataError, match=r"Placed.*add_safe_globals"):
-        placed()
-    some = torch.serialization.safe_globals([Placed, OwnState])
-    with some, pytest.raises(UnknownMetadataError, match="Kind"):
-        placed()
-    with torch.serialization.safe_globals([Placed, OwnState, Kind]):
-        first, second = placed()
-    assert (type(first), type(second)) == (Placed, OwnState)
-    assert first.kind is second.kind is Kind.ROWS

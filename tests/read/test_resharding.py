@@ -1,8 +1,7 @@
 """Resharding: tensors saved in parts load in other parts, bit by bit, by whichever reader.
 
-Ranks are played one after the other: each has a planner whose tensors are some blocks of the whole,
-as DTensor and FSDP have them, and one writer or reader of its own. The program
-``programs/resharding.py`` does it with DTensor on real ranks.
+Ranks are played one after the other: each has some blocks of the whole, as DTensor and FSDP have
+them, and one writer or reader of its own. ``programs/sharing.py`` loads DTensors on real ranks.
 """
 
 from __future__ import annotations
@@ -20,19 +19,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -41,7 +34,6 @@ from torch.distributed.checkpoint.planner import (
 import nostall
 from nostall._read import plan, reading
 from nostall.filesystem_reader import Verify
-from support.ranks import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2]
 WRITERS: dict[str, Any] = {"nostall": nostall.FileSystemWriterAsync, "stock": dcp.FileSystemWriter}
@@ -49,9 +41,6 @@ WRITERS: dict[str, Any] = {"nostall": nostall.FileSystemWriterAsync, "stock": dc
 Block = ChunkStorageMetadata
 Sharding = list[list[Block]]
 """The blocks of each rank; together they are all of a tensor, replicas left out or not."""
-
-
-# --- shardings ------------------------------------------------------------------------------------
 
 
 def block(begins: Sequence[int], ends: Sequence[int]) -> Block:
@@ -106,49 +95,61 @@ def turned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.permute(tuple(reversed(range(tensor.ndim))))
 
 
-# --- one rank -------------------------------------------------------------------------------------
+class Part(torch.Tensor):
+    """A rank's block of a larger tensor, which describes itself in the way that DCP asks for."""
+
+    mine: Block
+    whole: torch.Size
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.whole if dim is None else self.whole[dim]
+
+    def __create_write_items__(self, name: str, value: torch.Tensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(value)
+        data = TensorWriteData(chunk=self.mine, properties=properties, size=self.whole)
+        index = MetadataIndex(name, self.mine.offsets)
+        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[Block]:
+        return [self.mine]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
 
 
-class Saving(DefaultSavePlanner):
-    """The blocks of one rank."""
-
-    def __init__(self, whole: dict[str, torch.Tensor], blocks: dict[str, list[Block]]) -> None:
-        super().__init__()
-        self._whole, self._blocks = whole, blocks
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan(
-            [
-                WriteItem(
-                    index=MetadataIndex(name, mine.offsets),
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(
-                        chunk=mine,
-                        properties=TensorProperties.create_from_tensor(self._whole[name]),
-                        size=self._whole[name].size(),
-                    ),
-                )
-                for name, blocks in self._blocks.items()
-                for mine in blocks
-            ],
-            planner_data={},
-        )
-        return self.plan
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        assert write_item.tensor_data is not None
-        return part_of(self._whole[write_item.index.fqn], write_item.tensor_data.chunk).detach()
+def as_part(tensor: torch.Tensor, mine: Block, whole: torch.Size) -> Part:
+    part = tensor.as_subclass(Part)
+    part.mine, part.whole = mine, whole
+    return part
 
 
-def save(
-    path: Path, who: str, whole: dict[str, torch.Tensor], of_ranks: list[dict[str, list[Block]]]
-) -> None:
+def parts_of(
+    wholes: dict[str, torch.Tensor], shardings: dict[str, Sharding], rank: int
+) -> dict[str, Part]:
+    """What a rank has of tensors."""
+    return {
+        name: as_part(part_of(wholes[name], mine), mine, wholes[name].size())
+        for name, sharding in shardings.items()
+        for mine in sharding[rank]
+    }
+
+
+def blank_like(parts: dict[str, Part], *, transposed: bool) -> dict[str, Part]:
+    """Parts to load into, with the dimensions in reverse order in memory or not."""
+    blanks = {}
+    for name, part in parts.items():
+        zeros = turned(torch.zeros(part.mine.sizes[::-1], dtype=part.dtype))
+        blanks[name] = as_part(zeros if transposed else zeros.contiguous(), part.mine, part.whole)
+    return blanks
+
+
+def save(path: Path, who: str, states: list[dict[str, Part]]) -> None:
     """Plan, write and finish as ``dcp.save`` does on as many ranks."""
-    planners = [Saving(whole, blocks) for blocks in of_ranks]
+    planners = [DefaultSavePlanner() for _ in states]
     writers = [WRITERS[who](path, sync_files=False) for _ in planners]
     plans = []
     for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
-        planner.set_up_planner(whole, writer.storage_meta(), is_coordinator=rank == 0)
+        planner.set_up_planner(states[rank], writer.storage_meta(), is_coordinator=rank == 0)
         writer.set_up_storage_writer(rank == 0)
         plans.append(writer.prepare_local_plan(planner.create_local_plan()))
     plans, metadata = planners[0].create_global_plan(plans)
@@ -160,75 +161,10 @@ def save(
     writers[0].finish(metadata=metadata, results=results)
 
 
-class Loading(DefaultLoadPlanner):
-    """Loads the blocks of one rank into tensors of their own."""
-
-    def __init__(self, blocks: dict[str, list[Block]], *, transposed: bool) -> None:
-        super().__init__()
-        self._blocks, self._transposed = blocks, transposed
-        self.loaded: dict[tuple[str, torch.Size], torch.Tensor] = {}
-
-    def create_local_plan(self) -> LoadPlan:
-        assert isinstance(self.metadata, Metadata)
-        items: list[ReadItem] = []
-        for name, blocks in self._blocks.items():
-            entry = self.metadata.state_dict_metadata[name]
-            assert isinstance(entry, TensorStorageMetadata)
-            for mine in blocks:
-                target = turned(torch.zeros(mine.sizes[::-1], dtype=entry.properties.dtype))
-                self.loaded[name, mine.offsets] = (
-                    target if self._transposed else target.contiguous()
-                )
-                items += common_parts(name, mine, entry.chunks)
-        return LoadPlan(items)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        index = read_item.dest_index
-        assert index.offset is not None
-        target = self.loaded[index.fqn, index.offset]
-        return part_of(target, Block(read_item.dest_offsets, read_item.lengths))
-
-
-def common_parts(name: str, mine: Block, stored: Sequence[Block]) -> list[ReadItem]:
-    """Read items for the overlaps of a block with the stored ones."""
-    items = []
-    for number, chunk in enumerate(stored):
-        begins = list(map(max, mine.offsets, chunk.offsets))
-        ends = [
-            min(a + b, c + d)
-            for a, b, c, d in zip(mine.offsets, mine.sizes, chunk.offsets, chunk.sizes, strict=True)
-        ]
-        if all(begin < end for begin, end in zip(begins, ends, strict=True)):
-            common = block(begins, ends)
-            items.append(
-                ReadItem(
-                    type=LoadItemType.TENSOR,
-                    dest_index=MetadataIndex(name, mine.offsets),
-                    dest_offsets=block(mine.offsets, begins).sizes,
-                    storage_index=MetadataIndex(name, chunk.offsets, number),
-                    storage_offsets=block(chunk.offsets, begins).sizes,
-                    lengths=common.sizes,
-                )
-            )
-    return items
-
-
-def load(reader: dcp.FileSystemReader, planner: Loading) -> None:
-    """Plan and read as ``dcp.load`` does on one of several ranks."""
-    metadata = reader.read_metadata()
-    planner.set_up_planner({}, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    (plan,) = reader.prepare_global_plan([plan])
-    reader.read_data(plan, planner).wait()
-
-
 def bits(tensor: torch.Tensor) -> bytes:
-    whole = tensor.clone(memory_format=torch.contiguous_format)  # also the strides of one element
+    plain = tensor.as_subclass(torch.Tensor)
+    whole = plain.clone(memory_format=torch.contiguous_format)  # also the strides of one element
     return bytes(whole.reshape(-1).view(torch.uint8).tolist())
-
-
-# --- what is loaded -------------------------------------------------------------------------------
 
 
 def lists_of(elements: st.SearchStrategy[int], length: int) -> st.SearchStrategy[list[int]]:
@@ -284,55 +220,30 @@ def test_any_sharding_is_loaded_in_any_other(
 ) -> None:
     """From one to four ranks to one to four: what each rank gets is its part of the whole tensor.
 
-    ``nostall.load`` and stock's planner, which see whole tensors only, get the whole. Small tensors
-    are read as such, or as large ones, in one piece or many.
+    Plain tensors get the whole. Small tensors are read as such, or as large ones, in one piece or
+    many.
     """
     path = tmp_path_factory.mktemp("sharded")
     (saving, loading) = (
         {name: data.draw(shardings(each.shape, count)) for name, each in whole.items()}
         for count in ranks
     )
-    save(path, who, whole, [{n: of[r] for n, of in saving.items()} for r in range(ranks[0])])
+    save(path, who, [parts_of(whole, saving, rank) for rank in range(ranks[0])])
+    reader = nostall.FileSystemReader(path, verify=verify)
     for rank in range(ranks[1]):
-        planner = Loading({n: of[rank] for n, of in loading.items()}, transposed=transposed)
+        expected = parts_of(whole, loading, rank)
+        by_reader, by_load = (blank_like(expected, transposed=transposed) for _ in range(2))
         with ways_to_read(*limits):
-            load(nostall.FileSystemReader(path, verify=verify), planner)
-        for (name, offsets), tensor in planner.loaded.items():
-            part = part_of(whole[name], Block(offsets, tensor.shape))
-            assert bits(tensor) == bits(part), (name, offsets)
+            dcp.load(dict(by_reader), storage_reader=reader, no_dist=True)
+            nostall.load(dict(by_load), path, verify=verify)
+        for name, part in expected.items():
+            assert bits(by_reader[name]) == bits(by_load[name]) == bits(part), (rank, name)
     by_ours, by_stock = (
         {name: torch.zeros_like(each) for name, each in whole.items()} for _ in range(2)
     )
-    reader = nostall.FileSystemReader(path, verify=verify)
     with ways_to_read(*limits):
         nostall.load(by_ours, path, verify=verify)
         dcp.load(by_stock, storage_reader=reader, no_dist=True)
     for name, each in whole.items():
         assert bits(by_ours[name]) == bits(by_stock[name]) == bits(each)
     shutil.rmtree(path)
-
-
-@pytest.mark.parametrize("verify", ["none", "crc"])
-@pytest.mark.parametrize("dimension", [0, 1])
-def test_parts_of_a_large_tensor_are_loaded(tmp_path: Path, dimension: int, verify: Verify) -> None:
-    """Four ranks load their rows or columns of a large tensor that one rank saved."""
-    whole = torch.arange(1200 * 500.0).reshape(1200, 500)
-    save(tmp_path, "stock", {"x": whole}, [{"x": [block([0, 0], whole.shape)]}])
-    step = whole.shape[dimension] // 4
-    for rank in range(4):
-        begins, ends = [0, 0], list(whole.shape)
-        begins[dimension], ends[dimension] = rank * step, (rank + 1) * step
-        planner = Loading({"x": [block(begins, ends)]}, transposed=False)
-        load(nostall.FileSystemReader(tmp_path, verify=verify), planner)
-        (tensor,) = planner.loaded.values()
-        assert torch.equal(tensor, whole[begins[0] : ends[0], begins[1] : ends[1]])
-
-
-def test_ranks_load_what_more_or_fewer_ranks_have_saved(tmp_path: Path) -> None:
-    """DTensors of one and two mesh dimensions: from four ranks to two, two to four, three to one.
-
-    Alone, together, with and without checksums, and into plain tensors.
-    """
-    found = run_ranks(4, "resharding:everything", tmp_path)
-    assert [len(each) for each in found] == [3, 2, 1, 1]
-    assert not [wrong for each in found for case in each.values() for wrong in case]

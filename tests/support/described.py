@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
-from typing_extensions import Self
 
 from nostall import _torch
 
@@ -73,34 +72,6 @@ class WholeSizePart(Part):
 
 class Distributed(DTensor):
     """A subclass of DTensor that leaves its description to that class."""
-
-
-class Padded(torch.Tensor):
-    """A wrapper of the larger tensor's size, around memory with more rows."""
-
-    held: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, inner: torch.Tensor, rows: int) -> Self:
-        size = (rows, *inner.shape[1:])
-        face: Self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=inner.dtype)
-        face.held = inner
-        return face
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares a plain function
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].held.detach(), args[0].shape[0])
-        raise NotImplementedError(func)
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size([0, 0]), self.shape)]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset == torch.Size([0, 0])
-        return self.held[: self.shape[0]]
 
 
 def whole() -> torch.Tensor:
