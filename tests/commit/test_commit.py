@@ -348,7 +348,6 @@ def test_an_overwrite_that_fails_leaves_the_old_checkpoint(
 
 
 def assert_loads(path: Path, state: dict[str, Any]) -> None:
-    """Stock loads these values."""
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     target = {name: torch.zeros_like(value) for name, value in tensors.items()}
     dcp.load(target, storage_reader=dcp.FileSystemReader(path), no_dist=True)

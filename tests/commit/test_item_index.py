@@ -205,7 +205,6 @@ def original() -> ItemIndex:
 
 
 def changed(column: str, at: int, value: Any) -> Callable[[ItemIndex], ItemIndex]:
-    """Change one value of a column."""
 
     def change(index: ItemIndex) -> ItemIndex:
         values = list(getattr(index, column))
@@ -217,7 +216,6 @@ def changed(column: str, at: int, value: Any) -> Callable[[ItemIndex], ItemIndex
 
 
 def replaced(**columns: Any) -> Callable[[ItemIndex], ItemIndex]:
-    """Replace columns."""
     return lambda index: dataclasses.replace(index, **columns)
 
 
@@ -283,7 +281,6 @@ def with_number(at: int, number: int) -> bytes:
 
 
 def with_tables(tables: bytes) -> bytes:
-    """An index with another end."""
     return bytes(written(original()).body) + tables
 
 
@@ -354,13 +351,11 @@ def state() -> dict[str, Any]:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint with an index."""
     dcp.save(state(), storage_writer=nostall.FileSystemWriterAsync(tmp_path), no_dist=True)
     return tmp_path
 
 
 def require_loaded(path: Path) -> None:
-    """Our readers load the checkpoint."""
     for reader in (nostall.FileSystemReader, nostall.CachedMetadataFileSystemReader):
         target = {name: torch.zeros_like(tensor) for name, tensor in state().items()}
         dcp.load(target, storage_reader=reader(path), no_dist=True)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import replace
-from enum import IntEnum
 from typing import Any
 
 import pytest
@@ -76,7 +74,6 @@ def in_a_save(found: Metadata) -> Metadata:
 
 
 def tall(nitems: int, nchunks: int) -> Metadata:
-    """Tensors with many chunks."""
     entries: dict[str, Any] = {}
     places = {}
     for item in range(nitems):
@@ -147,30 +144,13 @@ def test_attributes_beside_entries_and_places_stay() -> None:
     assert found.storage_data == original.storage_data
 
 
-class Number(IntEnum):
-    TWO = 2
-
-
 class Text(str):
     __slots__ = ()
 
 
-def far_offsets(found: Metadata) -> None:
-    for place in found.storage_data.values():
-        place.offset += 1 << 63
-
-
-def transforms(found: Metadata) -> None:
-    for place in found.storage_data.values():
-        place.transform_descriptors = ["safetensors"]
-
-
-def with_hint(hint: int) -> Callable[[Metadata], None]:
-    def change(found: Metadata) -> None:
-        entry = found.storage_data.pop(MetadataIndex("step", torch.Size(()), 0))
-        found.storage_data[MetadataIndex("step", torch.Size(()), hint)] = entry
-
-    return change
+def of_a_key(**attributes: Any) -> Callable[[Metadata], None]:
+    """Other attributes of the first place's index."""
+    return lambda found: vars(next(iter(found.storage_data))).update(attributes)
 
 
 def an_attribute_of_a_place(found: Metadata) -> None:
@@ -179,37 +159,12 @@ def an_attribute_of_a_place(found: Metadata) -> None:
     found.storage_data[MetadataIndex("lr")] = place
 
 
-def properties_that_are_equal_only(found: Metadata) -> None:
-    entries: Any = found.state_dict_metadata
-    entries["weight"].properties.requires_grad = True
-    entries["step"].properties = TensorProperties(requires_grad=True)
-    entries["step"].properties.requires_grad = 1
-
-
-def of_a_key(**attributes: Any) -> Callable[[Metadata], None]:
-    """Other attributes of the first place's index."""
-    return lambda found: vars(next(iter(found.storage_data))).update(attributes)
-
-
 UNUSUAL: dict[str, Callable[[Metadata], None]] = {
-    "far offsets": far_offsets,
-    "transforms": transforms,
-    "a large hint": with_hint(1 << 63),
-    "a hint that is no integer": with_hint(True),
-    "an ordered dictionary": lambda found: setattr(
-        found, "state_dict_metadata", OrderedDict(found.state_dict_metadata)
-    ),
-    "a tuple of chunks": lambda found: vars(found.state_dict_metadata["weight"]).update(
-        chunks=tuple(vars(found.state_dict_metadata["weight"])["chunks"])
-    ),
-    "a size of other numbers": lambda found: vars(found.state_dict_metadata["weight"]).update(
-        size=torch.Size((Number.TWO, 3))
-    ),
-    "an attribute of a place": an_attribute_of_a_place,
     "an attribute of a key": of_a_key(more=1),
+    "a hint that is no integer": of_a_key(index=True),
     "an offset that is a tuple": of_a_key(offset=(0, 0)),
     "another kind of text": of_a_key(fqn=Text("weight")),
-    "properties that are equal only": properties_that_are_equal_only,
+    "an attribute of a place": an_attribute_of_a_place,
 }
 
 
@@ -316,12 +271,10 @@ class Mine(WriteResult):
 
 
 def with_place(results: list[WriteResult], **changes: Any) -> None:
-    """Another place of the first result."""
     results[0] = replace(results[0], storage_data=replace(results[0].storage_data, **changes))
 
 
 def with_result(results: list[WriteResult], **changes: Any) -> None:
-    """Another first result."""
     results[0] = replace(results[0], **changes)
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,8 @@ import nostall
 from nostall import _torch, filesystem_reader
 from nostall._read.sharing import share
 from nostall.errors import NostallError, OptionError
-from support.reads import counted, empty_like, same
+from support import reads
+from support.reads import counted, empty_like, same, save
 from support.states import read_metadata, small_state
 
 Facts = dict[str, Any]
@@ -54,9 +56,6 @@ def everything(out: Path) -> Facts:
     return found
 
 
-# --- what ranks read ------------------------------------------------------------------------------
-
-
 def load(
     state: Facts, path: Path, group: dist.ProcessGroup | None, planner: Any = None, **options: Any
 ) -> None:
@@ -76,8 +75,7 @@ def facts_of(way: Callable[[Facts], object], expected: Facts) -> Facts:
 def save_once(path: Path, state: Facts) -> int:
     """Rank 0 saves alone; the length of all shard files."""
     if dist.get_rank() == 0:
-        writer = nostall.FileSystemWriterAsync(path, sync_files=False)
-        dcp.save(state, storage_writer=writer, no_dist=True)
+        save(path, state)
     dist.barrier()
     return shard_nbytes(path)
 
@@ -206,9 +204,6 @@ def resharded(out: Path, group: dist.ProcessGroup) -> list[str]:
     return wrong
 
 
-# --- failures -------------------------------------------------------------------------------------
-
-
 def error_of(call: Callable[[], object]) -> Facts:
     """A call's failures by rank, and its duration in seconds."""
     began_s = time.monotonic()
@@ -246,15 +241,13 @@ def unreadable(out: Path, group: dist.ProcessGroup) -> Facts:
 
 
 class Failing(DefaultLoadPlanner):
-    """Raises for one item; its other calls are counted."""
-
-    def __init__(self, name: str, error: type[BaseException]) -> None:
+    def __init__(self, name: str, error_of: Callable[[str], BaseException]) -> None:
         super().__init__()
-        self._name, self._error = name, error
+        self._name, self._error_of = name, error_of
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         if read_item.storage_index.fqn == self._name:
-            raise self._error(self._name)
+            raise self._error_of(self._name)
 
 
 def failing_planners(out: Path, group: dist.ProcessGroup) -> Facts:
@@ -279,15 +272,13 @@ def flipped(out: Path, group: dist.ProcessGroup) -> Facts:
     file = out / "__0_0.distcp"
     whole = file.read_bytes()
     found = {}
-    dist.barrier()
     for name, values in (("large", state["large"][300_000:300_002]), ("small", state["small"][:2])):
-        if dist.get_rank() == 0:
-            damaged = bytearray(whole)
-            damaged[whole.index(values.numpy().tobytes())] ^= 1
-            file.write_bytes(damaged)
+        at = whole.index(values.numpy().tobytes())
         dist.barrier()
-        found[name] = error_of(partial(load, empty_like(state), out, group, verify="crc"))
-        dist.barrier()
+        with reads.flipped(file, at) if dist.get_rank() == 0 else nullcontext():
+            dist.barrier()
+            found[name] = error_of(partial(load, empty_like(state), out, group, verify="crc"))
+            dist.barrier()
     return found
 
 
@@ -332,11 +323,6 @@ def lost(out: Path) -> Facts:
     state = {f"x{number}": torch.arange(400_000 + number) for number in range(4)}
     save_once(out, state)
     is_last = dist.get_rank() == dist.get_world_size() - 1
-
-    class Ending(DefaultLoadPlanner):
-        def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-            if is_last:
-                os._exit(0)
-
+    planner = Failing("x0", lambda _: os._exit(0)) if is_last else None
     with patch.object(filesystem_reader, "share", in_small_rounds):
-        return error_of(partial(load, empty_like(state), out, group, planner=Ending()))
+        return error_of(partial(load, empty_like(state), out, group, planner=planner))

@@ -92,9 +92,6 @@ def require_same(path: Path, saved: torch.Tensor, make_target: Make) -> bytes | 
     return expected
 
 
-# --- dtypes ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [0, 1, 7, LARGE], ids=["empty", "one", "small", "large"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype(tmp_path: Path, dtype: torch.dtype, count: int) -> None:
@@ -127,9 +124,6 @@ def test_other_dtypes_of_targets(tmp_path: Path, count: int) -> None:
         make_target = partial(torch.zeros, count, dtype=wanted)
         found = require_same(tmp_path / f"{stored}", saved, make_target)
         assert found == bits(torch.zeros(count, dtype=wanted).copy_(saved))
-
-
-# --- layouts --------------------------------------------------------------------------------------
 
 
 def whole(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

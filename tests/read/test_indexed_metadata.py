@@ -28,13 +28,11 @@ READERS = [nostall.FileSystemReader, nostall.CachedMetadataFileSystemReader]
 
 
 def state() -> dict[str, Any]:
-    """A tensor in a dictionary, and an object."""
     return {"model": {"weight": torch.arange(6.0)}, "epoch": 3}
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A checkpoint with an index."""
     path = tmp_path / "checkpoint"
     dcp.save(state(), storage_writer=nostall.FileSystemWriterAsync(path), no_dist=True)
     return path

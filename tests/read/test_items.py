@@ -43,15 +43,10 @@ from nostall.filesystem_reader import Verify
 from support.interrupts import interrupted, takes_a_lock
 from support.ranks import run_script
 from support.reads import error_of, flipped, load
-from support.states import read_metadata
+from support.states import read_metadata, save_stock_way
 from support.waiting import SOON_S
 
 SIZES = pytest.mark.parametrize("count", [6, 100_000], ids=["small", "large"])
-
-
-def save(path: Path, state: dict[str, Any], *, files: int = 1) -> None:
-    writer = dcp.FileSystemWriter(path, sync_files=False, thread_count=files)
-    dcp.save(state, storage_writer=writer, no_dist=True)
 
 
 class Archive(NamedTuple):
@@ -94,7 +89,7 @@ def test_values_at_any_address_are_converted(tmp_path: Path) -> None:
     for number in range(16):  # objects of many lengths, so that archives begin at any address
         state[f"object {number}"] = "x" * number
         state |= {f"{number} {dtype}": torch.arange(37).to(dtype) for dtype in dtypes}
-    save(tmp_path, state)
+    save_stock_way(tmp_path, state)
     saved = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
     for dtype, is_conjugate in itertools.product(dtypes, (False, True)):
         targets = {name: torch.zeros(37, dtype=dtype) for name in saved}
@@ -150,7 +145,7 @@ def test_planners_may_act_on_each_tensor(
 ) -> None:
     """A tensor is committed before the planner is asked for the next one."""
     state = {f"{number}": torch.full((count + number,), float(number)) for number in range(1, 7)}
-    save(tmp_path, state)
+    save_stock_way(tmp_path, state)
     loaded = {name: torch.zeros_like(value) for name, value in state.items()}
     planner = kind()
     load(loaded, tmp_path, planner)
@@ -214,7 +209,7 @@ def test_targets_that_share_memory_get_what_stock_gives_them(
         f"{number}": torch.full_like(view(torch.empty(shape)), float(number))
         for number, view in enumerate(views, 1)
     }
-    save(path, state, files=files)
+    save_stock_way(path, state, thread_count=files)
     names = data.draw(st.permutations(sorted(state)))
 
     def targets(whole: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -229,7 +224,8 @@ def test_targets_that_share_memory_get_what_stock_gives_them(
 @pytest.mark.parametrize("count", [6, 3_000_000], ids=["small", "large"])
 def test_tied_tensors_get_what_stock_gives_them(tmp_path: Path, count: int) -> None:
     """One tensor under two names with other values: never a mixture, nor is it called damage."""
-    save(tmp_path, {"a": torch.full((count,), 1.0), "b": torch.full((count,), 2.0)}, files=2)
+    state = {"a": torch.full((count,), 1.0), "b": torch.full((count,), 2.0)}
+    save_stock_way(tmp_path, state, thread_count=2)
     ours, by_load, stock = (torch.zeros(count) for _ in range(3))
     load({"a": ours, "b": ours}, tmp_path, verify="crc")
     nostall.load({"a": by_load, "b": by_load}, tmp_path, verify="crc")
@@ -327,7 +323,7 @@ def test_unknown_memory_counts_as_shared() -> None:
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_load_counts_as_a_change(tmp_path: Path, count: int, *, is_damaged: bool) -> None:
     """Autograd must not use values that were overwritten, even if the load failed then."""
-    save(tmp_path, {"x": torch.ones(count)})
+    save_stock_way(tmp_path, {"x": torch.ones(count)})
     target = torch.zeros(count)
     weight = torch.ones(count, requires_grad=True)
     product = (weight * target).sum()
@@ -347,7 +343,7 @@ def test_each_archive_has_its_own_checksum(tmp_path: Path, count: int) -> None:
 
     Zeros, as a page that was never written has them, are not taken for no checksum.
     """
-    save(tmp_path, {name: torch.full((count,), float(ord(name))) for name in "abc"})
+    save_stock_way(tmp_path, {name: torch.full((count,), float(ord(name))) for name in "abc"})
     a, b, c = (archive_of(tmp_path, name) for name in "abc")
     crc32 = a.content[a.values_end - a.begin + 4 :][:4]
     assert a.content.count(crc32) == 2
@@ -368,7 +364,7 @@ def test_each_archive_has_its_own_checksum(tmp_path: Path, count: int) -> None:
 def test_sums_of_pieces_are_the_sum(tmp_path: Path, count: int) -> None:
     """A tensor of several pieces that several threads read; and any damaged byte is found."""
     state = {"x": torch.arange(count, dtype=torch.int32)}
-    save(tmp_path, state)
+    save_stock_way(tmp_path, state)
     loaded = {"x": torch.zeros(count, dtype=torch.int32)}
     load(loaded, tmp_path, verify="crc")
     assert torch.equal(loaded["x"], state["x"])
@@ -393,7 +389,7 @@ def alike() -> dict[str, dict[str, torch.Tensor]]:
 def test_an_archive_is_not_taken_for_one_like_it(tmp_path: Path, kind: str, verify: Verify) -> None:
     """Another dtype may have the same length of archive, and the shape that the target has."""
     state = alike()[kind]
-    save(tmp_path, state)
+    save_stock_way(tmp_path, state)
     assert len({len(archive_of(tmp_path, name).content) for name in state}) == 1
     target = {name: torch.zeros(each.shape) for name, each in state.items()}
     load(target, tmp_path, verify=verify, threads=1)
@@ -404,7 +400,7 @@ def test_after_an_error_nothing_keeps_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No cycle of the error and its traceback, which only the garbage collector would find."""
-    save(tmp_path, {"x": torch.arange(4_000_000.0)})
+    save_stock_way(tmp_path, {"x": torch.arange(4_000_000.0)})
     archive = archive_of(tmp_path, "x")
     overwrite(archive.file, archive.begin + 5_000_000, b"\xff\xfe")
     made: list[weakref.ref[torch.Tensor]] = []
@@ -433,7 +429,7 @@ def test_targets_that_cannot_be_filled_are_named(
     tmp_path: Path, count: int, kind: str, *, by_planner: bool
 ) -> None:
     """By an error that says what to do."""
-    save(tmp_path, {"x": torch.ones(count)})
+    save_stock_way(tmp_path, {"x": torch.ones(count)})
     freed = torch.zeros(count)
     freed.untyped_storage().resize_(0)
     target = {
@@ -485,7 +481,7 @@ def test_ctrl_c_ends_a_load(
 ) -> None:
     """Each thread reads one piece to its end, files are closed, and targets do not change then."""
     count, threads = 16 << 20, 4
-    save(tmp_path, {"x": torch.ones(count)})
+    save_stock_way(tmp_path, {"x": torch.ones(count)})
     before = os.listdir("/proc/self/fd")
     asked, noticed = threading.Event(), threading.Event()
     read_afterwards: list[int] = []
@@ -514,7 +510,7 @@ def test_no_number_of_ctrl_c_leaves_a_thread_that_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load has ended once the last thread has; only then the caller gets its targets back."""
-    save(tmp_path, {"x": torch.ones(1 << 20)})
+    save_stock_way(tmp_path, {"x": torch.ones(1 << 20)})
     noticed, shutting, left = threading.Event(), threading.Event(), threading.Event()
     complete: list[bool] = []
     fill, end = OpenFile.fill, Workers._end
@@ -550,7 +546,7 @@ def test_no_number_of_ctrl_c_leaves_a_thread_that_writes(
 def test_ctrl_c_while_files_are_opened_leaves_none_open(tmp_path: Path) -> None:
     """Whatever line it comes at."""
     state = {f"{number}": torch.ones(10) for number in range(3)}
-    save(tmp_path, state, files=3)
+    save_stock_way(tmp_path, state, thread_count=3)
     load(dict(state), tmp_path)
     before = os.listdir("/proc/self/fd")
     places = ("inflight.py", "archives.py", "posix.py", "_reader.py")
@@ -575,7 +571,7 @@ def test_ctrl_c_while_files_are_opened_leaves_none_open(tmp_path: Path) -> None:
 def test_repeated_ctrl_c_is_always_a_keyboard_interrupt(tmp_path: Path) -> None:
     """A caller's ``except Exception`` does not swallow it, wherever it comes."""
     state = {f"{number}": torch.ones(10) for number in range(3)}
-    save(tmp_path, state, files=3)
+    save_stock_way(tmp_path, state, thread_count=3)
 
     def is_of_the_threads(frame: FrameType, event: str) -> bool:
         is_return = event in ("return", "c_return")

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 import nostall
 from nostall.errors import DamagedCheckpointError
 from nostall.filesystem_reader import Verify
+from support import reads
 from support.fake_accelerator import FakeAccelerator
 
 LARGE = 300 << 10
@@ -32,9 +32,9 @@ def fake() -> Iterator[FakeAccelerator]:
         yield made
 
 
-def saved_state() -> dict[str, torch.Tensor]:
+def save(path: Path) -> dict[str, torch.Tensor]:
     seeded = torch.Generator().manual_seed(0)
-    return {
+    state = {
         "large": torch.randn(LARGE, generator=seeded),
         "in parts": torch.randn(5, 1 << 21, generator=seeded),
         "matrix": torch.randn(600, 500, generator=seeded).to(torch.bfloat16),
@@ -42,11 +42,7 @@ def saved_state() -> dict[str, torch.Tensor]:
         "flags": torch.rand(77, generator=seeded) > 0.5,
         **{f"small {n}": torch.randn(n, 9, generator=seeded) for n in range(1, 40)},
     }
-
-
-def save(path: Path) -> dict[str, torch.Tensor]:
-    state = saved_state()
-    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(path), no_dist=True)
+    reads.save(path, state)
     return state
 
 
@@ -58,8 +54,9 @@ def blank(fake: FakeAccelerator, state: dict[str, torch.Tensor]) -> dict[str, to
     }
 
 
-def equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(found.cpu(), expected)
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    """Whether tensors, wherever they are, have these values."""
+    return reads.same({name: each.cpu() for name, each in found.items()}, expected)
 
 
 class Watching(DefaultLoadPlanner):
@@ -78,10 +75,9 @@ def test_the_planner_gets_the_values(tmp_path: Path, fake: FakeAccelerator, veri
     """Work that a planner enqueues on a commit sees the values, and so does all later work."""
     state, planner = save(tmp_path), Watching()
     targets = blank(fake, state)
-    reader = nostall.FileSystemReader(tmp_path, verify=verify)
-    dcp.load(targets, storage_reader=reader, planner=planner, no_dist=True)
-    assert [name for name in state if not torch.equal(planner.seen[name], state[name])] == []
-    assert [name for name in state if not equal(targets[name], state[name])] == []
+    reads.load(targets, tmp_path, planner, verify=verify)
+    assert same(planner.seen, state)
+    assert same(targets, state)
     gc.collect()
     assert (fake.faults, fake.pinned_nbytes) == ([], 0)
     assert fake.most_pinned_nbytes <= 128 << 20
@@ -96,7 +92,7 @@ def test_load_fills_tensors_of_the_device(
     with mode():
         targets = blank(fake, state)
         nostall.load(targets, tmp_path)
-        assert [name for name in state if not equal(targets[name], state[name])] == []
+        assert same(targets, state)
     large_copies = 1 + 3 + 1
     small_dtypes = 3
     assert len(fake.copies) == large_copies + small_dtypes
@@ -116,10 +112,9 @@ def test_targets_of_other_forms_are_converted_on_the_device(
     """The stored bytes are sent as they are."""
     matrix, (dtype, shape, view) = save(tmp_path)["matrix"], FORMS[form]
     target, planner = view(torch.empty(shape, dtype=dtype, device=fake.device).fill_(0)), Watching()
-    reader = nostall.FileSystemReader(tmp_path)
-    dcp.load({"matrix": target}, storage_reader=reader, planner=planner, no_dist=True)
+    reads.load({"matrix": target}, tmp_path, planner)
     assert torch.equal(planner.seen["matrix"], matrix.to(dtype))
-    assert equal(target, matrix.to(dtype))
+    assert torch.equal(target.cpu(), matrix.to(dtype))
     assert fake.copies == [matrix.nbytes]
 
 
@@ -130,7 +125,7 @@ def test_values_are_converted_on_the_cpu_if_the_device_is_full(tmp_path: Path) -
         target = torch.empty((600, 500), dtype=torch.float64, device=fake.device)
         fake.free_nbytes = 1 << 10
         nostall.load({"matrix": target}, tmp_path)
-        assert equal(target, state["matrix"].double())
+        assert torch.equal(target.cpu(), state["matrix"].double())
         assert fake.most_pinned_nbytes == 0
 
 
@@ -140,7 +135,7 @@ def test_devices_without_a_module_are_copied_to(tmp_path: Path) -> None:
     with FakeAccelerator(has_module=False) as fake:
         targets = blank(fake, state)
         nostall.load(targets, tmp_path)
-        assert [name for name in state if not equal(targets[name], state[name])] == []
+        assert same(targets, state)
         assert fake.most_pinned_nbytes == 0
 
 
@@ -148,12 +143,9 @@ def test_a_load_that_fails_waits_for_its_copies(tmp_path: Path, fake: FakeAccele
     """Then its pinned memory is released, and the targets are the caller's again."""
     state = save(tmp_path)
     (file,) = tmp_path.glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    at = content.index(bytes(state["in parts"].view(torch.uint8)[-1, -64:].tolist()))
-    content[at] ^= 1
-    file.write_bytes(content)
+    at = file.read_bytes().index(bytes(state["in parts"].view(torch.uint8)[-1, -64:].tolist()))
     targets = blank(fake, state)
-    with pytest.raises(DamagedCheckpointError, match="in parts"):
+    with reads.flipped(file, at), pytest.raises(DamagedCheckpointError, match="in parts"):
         nostall.load(targets, tmp_path, verify="crc")
     for target in targets.values():
         target.zero_()
@@ -179,9 +171,7 @@ def test_planners_may_use_one_buffer_of_the_device(
 ) -> None:
     """No upload writes to it before the planner has seen what was there before."""
     state = {f"{number}": torch.full((count,), float(number)) for number in range(6)}
-    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path), no_dist=True)
+    reads.save(tmp_path, state)
     planner = OneBuffer(torch.empty((count,), dtype=torch.float32, device=fake.device))
-    reader = nostall.FileSystemReader(tmp_path)
-    targets = {name: torch.zeros(count) for name in state}
-    dcp.load(targets, storage_reader=reader, planner=planner, no_dist=True)
-    assert all(torch.equal(planner.seen[name], each) for name, each in state.items())
+    reads.load({name: torch.zeros(count) for name in state}, tmp_path, planner)
+    assert same(planner.seen, state)

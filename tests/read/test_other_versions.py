@@ -81,8 +81,6 @@ def test_checkpoints_of_three_versions_were_looked_at() -> None:
     assert len(MADE) == len(SHARDED) == 6
 
 
-# --- names in metadata ------------------------------------------------------------------------
-
 READERS = [FileSystemReader, CachedMetadataFileSystemReader]
 FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 

@@ -126,7 +126,6 @@ def as_part(tensor: torch.Tensor, mine: Block, whole: torch.Size) -> Part:
 def parts_of(
     wholes: dict[str, torch.Tensor], shardings: dict[str, Sharding], rank: int
 ) -> dict[str, Part]:
-    """What a rank has of tensors."""
     return {
         name: as_part(part_of(wholes[name], mine), mine, wholes[name].size())
         for name, sharding in shardings.items()

@@ -23,12 +23,10 @@ from nostall._commit.manifest import split, with_manifest
 
 
 def content_of(index: WrittenIndex) -> bytes:
-    """The bytes of an index."""
     return bytes(index.body) + index.tables
 
 
 def index_of(found: Metadata) -> WrittenIndex | None:
-    """The index of metadata, if it has one."""
     return indexed(found)
 
 

@@ -31,7 +31,6 @@ def empty_like(value: Any) -> Any:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's values."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -67,7 +66,6 @@ def load(
 
 
 def error_of(state: dict[str, Any], path: Path, **options: Any) -> BaseException:
-    """The error of a load."""
     with pytest.raises(CheckpointException) as caught:
         load(state, path, **options)
     error: BaseException = caught.value.failures[0][0]
