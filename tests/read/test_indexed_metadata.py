@@ -178,18 +178,3 @@ def test_another_thread_may_read_at_any_moment(
     found = list(at_each_line_of(module, make))
     assert all(each in expected for both in found for each in both)
     assert len(found) > 5
-
-
-def test_metadata_may_be_written_anew(checkpoint: Path) -> None:
-    """By a program that renames items: both readers read its pickle."""
-    metadata = nostall.FileSystemReader(checkpoint).read_metadata()
-    entries, places = metadata.state_dict_metadata, metadata.storage_data
-    entries["renamed"] = entries.pop("model.weight")
-    for index in [index for index in places if index.fqn == "model.weight"]:
-        places[dataclasses.replace(index, fqn="renamed")] = places.pop(index)
-    metadata.planner_data = {"renamed": ("renamed",), "epoch": ("epoch",)}
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
-    for reader in (dcp.FileSystemReader, nostall.FileSystemReader):
-        loaded = {"renamed": torch.zeros(6)}
-        dcp.load(loaded, storage_reader=reader(checkpoint), no_dist=True)
-        assert loaded["renamed"].tolist() == list(range(6))

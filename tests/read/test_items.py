@@ -101,55 +101,28 @@ def test_values_at_any_address_are_converted(tmp_path: Path) -> None:
             assert torch.equal(target.resolve_conj(), expected), (name, dtype, is_conjugate)
 
 
-class _Scratch(dcp.DefaultLoadPlanner):
-    """Gives out one buffer for all tensors, with other content each time, and keeps copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._buffer = torch.empty(0)
-        self.found: dict[str, torch.Tensor] = {}
-
-    def scratch(self, read_item: ReadItem, tensor: Any = None) -> torch.Tensor:
-        return self._buffer.resize_(read_item.lengths).fill_(-1)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        self.found[read_item.dest_index.fqn] = tensor.clone()
-
-
-class _Resolving(_Scratch):
-    resolve_tensor = _Scratch.scratch
-
-
-class _Transforming(_Scratch):
-    transform_tensor = _Scratch.scratch
-
-
-class _Looked(dcp.DefaultLoadPlanner):
-    """Looks tensors up in its own way, and gives out zeros at first."""
-
-    def lookup_tensor(self, index: Any) -> torch.Tensor:
-        return super().lookup_tensor(index).zero_()
-
-
-def _of_one_object() -> dcp.DefaultLoadPlanner:
-    planner, own = dcp.DefaultLoadPlanner(), _Scratch()
-    methods = {"resolve_tensor": own.scratch, "commit_tensor": own.commit_tensor}
-    vars(planner).update(methods, found=own.found)
-    return planner
-
-
 @SIZES
-@pytest.mark.parametrize("kind", [_Resolving, _Transforming, _Looked, _of_one_object])
+@pytest.mark.parametrize("method", ["resolve_tensor", "transform_tensor", "lookup_tensor"])
+@pytest.mark.parametrize("of_class", [True, False])
 def test_planners_may_act_on_each_tensor(
-    tmp_path: Path, count: int, kind: Callable[[], dcp.DefaultLoadPlanner]
+    tmp_path: Path, count: int, method: str, *, of_class: bool
 ) -> None:
-    """A tensor is committed before the planner is asked for the next one."""
+    """A tensor has its values before a planner with a method of its own is asked for the next."""
     state = {f"{number}": torch.full((count + number,), float(number)) for number in range(1, 7)}
     save_stock_way(tmp_path, state)
-    loaded = {name: torch.zeros_like(value) for name, value in state.items()}
-    planner = kind()
-    load(loaded, tmp_path, planner)
-    found = getattr(planner, "found", loaded)
+    found: dict[str, torch.Tensor] = {}
+
+    def give(planner: Any, of: Any, *_: object) -> torch.Tensor:
+        assert all(bool((each > 0).all()) for each in found.values())
+        index = getattr(of, "dest_index", of)
+        like = dcp.DefaultLoadPlanner.lookup_tensor(planner, index)
+        found[index.fqn] = torch.full_like(like, -1.0)
+        return found[index.fqn]
+
+    planner = type("Giving", (dcp.DefaultLoadPlanner,), {method: give} if of_class else {})()
+    if not of_class:
+        vars(planner)[method] = partial(give, planner)
+    load({name: torch.zeros_like(value) for name, value in state.items()}, tmp_path, planner)
     assert all(torch.equal(found[name], value) for name, value in state.items())
 
 

@@ -33,7 +33,7 @@ from nostall.errors import (
 )
 from nostall.integrity import State
 from support.described import HAS_ATTRIBUTES, part, whole, with_attributes
-from support.reads import flipped, save
+from support.reads import empty_like, flipped, same, save
 from support.states import read_metadata
 
 
@@ -60,33 +60,18 @@ def values() -> dict[str, Any]:
     }
 
 
-def blank() -> dict[str, Any]:
-    return {
-        "weights": {"a": torch.zeros(700, 300), "b": torch.zeros(2, 3, dtype=torch.int64)},
-        "list": [torch.zeros(2), 0, {"deep": ""}],
-        "step": 0,
-    }
-
-
-def flat(state: Any) -> list[Any]:
-    if isinstance(state, dict):
-        return [each for key in sorted(state) for each in (key, *flat(state[key]))]
-    if isinstance(state, list):
-        return [each for item in state for each in flat(item)]
-    return [state.tolist() if isinstance(state, torch.Tensor) else state]
-
-
 @pytest.mark.parametrize("who", ["nostall", "stock"])
 def test_nested_states_are_loaded_in_place(tmp_path: Path, who: str) -> None:
     """Tensors keep their memory, other values are replaced, and all is as ``dcp.load`` does it."""
     saved = values()
     save(tmp_path, saved, who)
-    loaded, by_stock = blank(), blank()
+    loaded, by_stock = empty_like(saved), empty_like(saved)
     tensor = loaded["weights"]["a"]
     stats = nostall.load(loaded, tmp_path)
     dcp.load(by_stock, checkpoint_id=tmp_path)
     assert loaded["weights"]["a"] is tensor
-    assert flat(loaded) == flat(saved) == flat(by_stock)
+    assert same(loaded, saved)
+    assert same(by_stock, saved)
     assert (stats.items, stats.missing, stats.path) == (6, (), str(tmp_path))
 
 
@@ -97,8 +82,8 @@ def test_objects_get_their_states(tmp_path: Path) -> None:
     save(tmp_path, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     other, its_optimizer = training()
     nostall.load({"model": other, "optimizer": its_optimizer}, tmp_path)
-    assert flat(dict(other.state_dict())) == flat(dict(model.state_dict()))
-    assert flat(its_optimizer.state_dict()) == flat(optimizer.state_dict())
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert same(its_optimizer.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -113,15 +98,16 @@ def test_objects_get_their_states(tmp_path: Path) -> None:
 )
 def test_only_the_keys_are_loaded(tmp_path: Path, keys: list[str] | str, changed: set[str]) -> None:
     """Names of items or of what they are in; the rest of the state stays as it is."""
-    saved, loaded, unchanged = values(), blank(), blank()
+    saved = values()
+    loaded, unchanged = empty_like(saved), empty_like(saved)
     save(tmp_path, saved)
     nostall.load(loaded, tmp_path, keys=keys)
     for name in ("a", "b"):
         expected = (saved if name in changed else unchanged)["weights"][name]
         assert torch.equal(loaded["weights"][name], expected)
-    assert loaded["step"] == (11 if "step" in changed else 0)
-    assert loaded["list"][2] == {"deep": "text" if "deep" in changed else ""}
-    assert loaded["list"][1] == 0
+    assert loaded["step"] == (11 if "step" in changed else None)
+    assert loaded["list"][2] == {"deep": "text" if "deep" in changed else None}
+    assert loaded["list"][1] is None
 
 
 def test_one_tensor_reads_no_other(tmp_path: Path) -> None:
@@ -464,7 +450,7 @@ def test_a_load_says_once_how_many_tensors_are_cast(
     saved = {"a": torch.ones(3), "b": part(SWAPPED), "c": torch.arange(3), "step": 1}
     save(tmp_path / "0", saved)
     half = {"a": torch.zeros(3).half(), "b": torch.zeros(8, 6).half(), "c": torch.zeros(3).long()}
-    same = {"a": torch.zeros(3), "b": torch.zeros(8, 6), "c": torch.zeros(3).long(), "step": 0}
+    unchanged = {"a": torch.zeros(3), "b": torch.zeros(8, 6), "c": torch.zeros(3).long(), "step": 0}
     with nostall.CheckpointManager(tmp_path / "managed") as manager:
         manager.save(1, {"t": torch.ones(2), "other": torch.ones(2)})
     caplog.set_level(logging.INFO, logger="nostall")
@@ -474,7 +460,7 @@ def test_a_load_says_once_how_many_tensors_are_cast(
     assert half["b"].float().equal(whole())
     dcp.load(half, storage_reader=nostall.FileSystemReader(tmp_path / "0"), no_dist=True)
     assert casts(caplog) == [said]
-    nostall.load(same, tmp_path / "0")
+    nostall.load(unchanged, tmp_path / "0")
     assert casts(caplog) == []
     state = {"t": torch.zeros(2).bfloat16(), "other": torch.zeros(2)}
     nostall.CheckpointManager(tmp_path / "managed").restore(state)
