@@ -309,6 +309,17 @@ def test_errors_are_typed_and_name_the_place(tmp_path: Path) -> None:
         dcp.load(state, storage_reader=nostall.FileSystemReader(path), no_dist=True)
 
 
+def test_a_link_with_dots_behind_it_is_followed_first(tmp_path: Path) -> None:
+    """``link/..`` is the parent of the link's target, like in the operating system."""
+    for step, parent in ((1, tmp_path / "elsewhere"), (2, tmp_path)):
+        save(parent / "step", {"step": step})
+    (tmp_path / "elsewhere" / "below").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere/below")
+    found = {"step": 0}
+    nostall.load(found, f"{tmp_path}/link/../step")
+    assert found["step"] == 1
+
+
 def test_a_link_that_is_switched_meanwhile_does_not_mix_two_checkpoints(tmp_path: Path) -> None:
     """The path is followed once: what is read after a switch is still of the same step."""
     for step in (1.0, 2.0):
