@@ -77,7 +77,23 @@ NAMED = {
     "dtype": ("torch", "float32"),
     "path": ("pathlib", "PosixPath"),
 }
+ATTRIBUTES = {
+    "class of an enumeration": _named(_METADATA, "_MEM_FORMAT_ENCODING") + _text("__class__"),
+    "method of an enumeration": _named(_METADATA, "_MEM_FORMAT_ENCODING") + _text("mro"),
+    "no name": _named(_METADATA, "_MEM_FORMAT_ENCODING") + pickle.NONE,
+    "method of a class": _named(_METADATA, "MetadataIndex") + _text("__init__"),
+    "method of a size": _named("torch", "Size") + _text("count"),
+    "globals": _named("torch", "device") + _text("__globals__"),
+    "module of a function": _named("builtins", "getattr") + _text("__self__"),
+    "method of a list": pickle.EMPTY_LIST + _text("append"),
+    "method of a text": _text("{}") + _text("format"),
+}
+"""An attribute leads to any other; only members of enumerations are looked up."""
 PROGRAMS = {
+    **{
+        f"attribute, {kind}": _named("builtins", "getattr") + of + pickle.TUPLE2 + pickle.REDUCE
+        for kind, of in ATTRIBUTES.items()
+    },
     **{f"state of a {kind}": _named(*name) + state(as_slots=False) for kind, name in NAMED.items()},
     **{f"slots of a {kind}": _named(*name) + state(as_slots=True) for kind, name in NAMED.items()},
     "item of a class": _named(_METADATA, "Metadata") + _text("x") + pickle.NONE + pickle.SETITEM,
@@ -325,27 +341,6 @@ def test_members_of_enumerations_are_read_as_every_python_pickles_them() -> None
             OfPython3112(stream, protocol).dump(written)
             assert b"getattr" in stream.getvalue()
             assert load_metadata(stream.getvalue(), path="p") == metadata
-
-
-@pytest.mark.parametrize(
-    ("of", "name"),
-    [
-        (_named(_METADATA, "_MEM_FORMAT_ENCODING"), _text("__class__")),
-        (_named(_METADATA, "_MEM_FORMAT_ENCODING"), _text("mro")),
-        (_named(_METADATA, "_MEM_FORMAT_ENCODING"), pickle.NONE),
-        (_named(_METADATA, "MetadataIndex"), _text("__init__")),
-        (_named("torch", "Size"), _text("count")),
-        (_named("torch", "device"), _text("__globals__")),
-        (_named("builtins", "getattr"), _text("__self__")),
-        (pickle.EMPTY_LIST, _text("append")),
-        (_text("{}"), _text("format")),
-    ],
-)
-def test_no_attribute_but_a_member_of_an_enumeration_is_looked_up(of: bytes, name: bytes) -> None:
-    """An attribute leads to any other."""
-    program = TWO + _named("builtins", "getattr") + of + name + pickle.TUPLE2 + pickle.REDUCE + END
-    with pytest.raises(UnknownMetadataError, match="not a member"):
-        load_metadata(program, path="p")
 
 
 MANIFESTS = {
