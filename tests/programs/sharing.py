@@ -185,7 +185,8 @@ def resharded(out: Path, group: dist.ProcessGroup) -> list[str]:
         name: {key: distribute_tensor(whole, *where) for key, whole in wholes.items()}
         for name, where in placements.items()
     }
-    names, wrong = list(placements), []
+    states["whole"] = wholes
+    names, wrong = list(states), []
     for saved, wanted in zip(names, [*names[1:], names[0]], strict=True):
         path = out / saved
         writer = nostall.FileSystemWriterAsync(path, sync_files=False)
