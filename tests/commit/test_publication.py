@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -25,9 +26,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall import _torch
 from nostall._commit.local_plans import LocalPlans
 from nostall._commit.metadata import PLANS_KEY, load_metadata
-from nostall._commit.publication import complete_metadata, publication_of
+from nostall._commit.publication import KnownResults, complete_metadata, publication_of
 from nostall._commit.results import (
     ResultColumns,
+    Results,
+    ResultsReference,
     StorageData,
     in_columns,
 )
@@ -241,6 +244,28 @@ def test_metadata_of_columns_are_those_of_results(found: Metadata) -> None:
     assert compact.is_renamable == plain.is_renamable
     assert isinstance(compact.storage_data, StorageData)
     assert [*compact.storage_data.items()] == [*plain.storage_data.items()]
+
+
+@given(found=metadata(), convert=st.sampled_from([in_columns, list]))
+def test_later_saves_have_other_file_names(
+    found: Metadata, convert: Callable[[list[WriteResult]], Any]
+) -> None:
+    """Also if a rank was planned anew, and the coordinator has earlier results of the others."""
+    known, results = KnownResults(), results_of(found)
+    files = [(f"__{rank}_0.distcp",) for rank in range(2)]
+    first = [
+        Results(items=convert(of_rank), files=files[rank], token=f"{rank}")
+        for rank, of_rank in enumerate(results)
+    ]
+    known.fill_in(first)
+    later = [ResultsReference(token=f"{rank}", files=(f"{rank}.distcp",)) for rank in range(2)]
+    present: Any = known.under_new_names(later, known.fill_in(later))  # type: ignore[arg-type]  # none has failed
+    places = complete_metadata(found, present).storage_data
+    assert places == {
+        index: replace(info, relative_path=f"{info.relative_path[2]}.distcp")
+        for of_rank in results
+        for index, info in ((each.index, each.storage_data) for each in of_rank)
+    }
 
 
 def test_places_are_a_callers_own() -> None:
