@@ -1,4 +1,4 @@
-"""What a commit publishes: the results of all ranks, and the pickle of the metadata."""
+"""Metadata that a commit publishes: the results of all ranks, and their pickle."""
 
 from __future__ import annotations
 

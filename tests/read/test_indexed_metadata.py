@@ -121,7 +121,7 @@ def in_a_thread(run: Callable[[], T]) -> T:
 def at_each_line_of(
     module: ModuleType, make: Callable[[], tuple[Callable[[], T], Callable[[], T]]]
 ) -> Iterator[list[T]]:
-    """What two functions return, one of them run at each line that the other has in a module."""
+    """Results of two functions, one of them run at each line that the other has in a module."""
     for number in count(1):
         (one, other), left = make(), number
         found: list[T] = []

@@ -272,7 +272,7 @@ def test_a_tensor_whose_module_is_missing_is_not_damage(
 
 
 def test_errors_are_typed_and_name_the_place(tmp_path: Path) -> None:
-    """Of a file instead of a directory, of damaged files, and of an item without a file."""
+    """A file instead of a directory, damaged files, and an item without a file."""
     (tmp_path / "file").touch()
     with pytest.raises(ReadError, match="a file, not the directory of a checkpoint"):
         nostall.load({}, tmp_path / "file")

@@ -31,7 +31,7 @@ def index_of(found: Metadata) -> WrittenIndex | None:
 
 
 def parsed_of(found: Metadata) -> ItemIndex:
-    """What a reader finds in the index of metadata, in files that are long enough for anything."""
+    """The index of metadata as a reader has it, with files that are long enough for anything."""
     made = index_of(found)
     assert made is not None
     index = parsed(content_of(made), dict.fromkeys(made.files, 1 << 62))
