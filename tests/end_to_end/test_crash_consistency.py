@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 import nostall
 from nostall.core import AsyncRequest
@@ -48,21 +47,28 @@ def by_split(path: Path, seed: int, cache: CheckpointMetadataCache | None = None
     """The split functions, with a snapshot; the request runs in this process as in the writer."""
     writer = FileSystemWriterAsync(path, thread_count=2)
     planned = save_state_dict_async_plan(
-        state_of(seed),
-        writer,
-        planner=DefaultSavePlanner(),
-        enable_cache=cache is not None,
-        metadata_cache=cache,
+        state_of(seed), writer, enable_cache=cache is not None, metadata_cache=cache
     )
     save_fn, preload_fn, args = writer.get_save_function_and_args()
-    request = AsyncRequest(
-        save_fn, args, [lambda: save_state_dict_async_finalize(*planned)], {}, preload_fn
-    )
-    request.execute_sync()
+    finalize = [lambda: save_state_dict_async_finalize(*planned)]
+    AsyncRequest(save_fn, args, finalize, {}, preload_fn).execute_sync()
 
 
+def of_a_known_structure(path: Path, seed: int) -> None:
+    """A save whose metadata are those of the save before, with other names of files."""
+    by_split(path, seed, KNOWN)
+
+
+KNOWN = CheckpointMetadataCache()
 WAYS = [by_save, by_split]
 Way = Callable[[Path, int], None]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The directory in which checkpoints are made, which exists durably."""
+    (tmp_path / "root").mkdir()
+    return tmp_path / "root"
 
 
 @pytest.fixture(autouse=True)
@@ -99,13 +105,12 @@ def outcomes(
 
     ``then`` is what has to remove all that is left of the checkpoint.
     """
-    disk, found, states = before, [], 0
+    disk, found = before, []
     for number in range(len(operations) + 1):
         if number:
             disk.apply(operations[number - 1])
         here: set[int | None] = set()
         for left in disk.after_crash():
-            states += 1
             place = out / "left"
             rebuild(left, root, place)
             whole = nostall.is_complete(place / "checkpoint", deep=True)
@@ -118,18 +123,21 @@ def outcomes(
                 assert not (place / "checkpoint").exists()
             shutil.rmtree(place)
         found.append(here)
-    print(f"{states} states")
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_new_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, way: Way) -> None:
+@pytest.mark.parametrize("way", [*WAYS, of_a_known_structure])
+def test_a_new_checkpoint_is_there_as_a_whole_or_not_at_all(
+    root: Path, tmp_path: Path, way: Way
+) -> None:
     """And it is there for good when the save call has returned, its directory included."""
-    root = tmp_path / "root"
-    root.mkdir()
+    for number in range(4 if way is of_a_known_structure else 0):
+        way(tmp_path / f"known {number}", 0)
     before = Disk.holding(root)
     with recorded() as operations:
         way(root / "checkpoint", 1)
+    made = [Path(each.path).name for each in operations if each.name == "create"]
+    assert len([name for name in made if name.endswith(".tmp")]) == 1
     found = outcomes(before, root, operations, tmp_path)
     assert found[0] == {None}
     assert {1, None} in found
@@ -137,32 +145,11 @@ def test_a_new_checkpoint_is_there_as_a_whole_or_not_at_all(tmp_path: Path, way:
     assert set().union(*found) == {None, 1}
 
 
-def test_a_new_checkpoint_of_a_known_structure_is_there_as_a_whole_or_not_at_all(
-    tmp_path: Path,
-) -> None:
-    """Its metadata are those of the save before, with other names of files."""
-    root, cache = tmp_path / "root", CheckpointMetadataCache()
-    root.mkdir()
-    for number in range(4):
-        by_split(tmp_path / f"known {number}", 0, cache)
-    before = Disk.holding(root)
-    with recorded() as operations:
-        by_split(root / "checkpoint", 1, cache)
-    made = [Path(each.path).name for each in operations if each.name == "create"]
-    assert len([name for name in made if name.endswith(".tmp")]) == 1
-    found = outcomes(before, root, operations, tmp_path)
-    assert found[0] == {None}
-    assert found[-1] == {1}
-    assert set().union(*found) == {None, 1}
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_that_is_replaced_is_there_until_the_new_one_is(
-    tmp_path: Path, way: Way
+    root: Path, tmp_path: Path, way: Way
 ) -> None:
     """Never none and never a mixture; the old files go when the new checkpoint is durable."""
-    root = tmp_path / "root"
-    root.mkdir()
     way(root / "checkpoint", 1)
     before = Disk.holding(root)
     with recorded() as operations:
@@ -177,11 +164,9 @@ def test_a_checkpoint_that_is_replaced_is_there_until_the_new_one_is(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_that_is_removed_is_there_as_a_whole_or_not_at_all(
-    tmp_path: Path, way: Way
+    root: Path, tmp_path: Path, way: Way
 ) -> None:
     """A crash leaves the checkpoint or nothing like one; removing it again removes the rest."""
-    root = tmp_path / "root"
-    root.mkdir()
     way(root / "checkpoint", 1)
     before = Disk.holding(root)
     with recorded() as operations:
@@ -193,10 +178,10 @@ def test_a_checkpoint_that_is_removed_is_there_as_a_whole_or_not_at_all(
     assert set().union(*found) == {1, None}
 
 
-def test_the_model_finds_files_that_are_removed_before_the_metadata(tmp_path: Path) -> None:
+def test_the_model_finds_files_that_are_removed_before_the_metadata(
+    root: Path, tmp_path: Path
+) -> None:
     """Removal in file system order, like ``shutil.rmtree``'s, or without fsync is detected."""
-    root = tmp_path / "root"
-    root.mkdir()
     by_save(root / "checkpoint", 1)
     before = Disk.holding(root)
     with recorded() as operations:
@@ -210,10 +195,8 @@ def test_the_model_finds_files_that_are_removed_before_the_metadata(tmp_path: Pa
         shutil.rmtree(tmp_path / "left")
 
 
-def test_the_levels_above_a_new_checkpoint_are_durable_too(tmp_path: Path) -> None:
+def test_the_levels_above_a_new_checkpoint_are_durable_too(root: Path, tmp_path: Path) -> None:
     """All of them that the save has made."""
-    root = tmp_path / "root"
-    root.mkdir()
     before = Disk.holding(root)
     with recorded() as operations:
         by_save(root / "run" / "of today" / "checkpoint", 1)
@@ -225,20 +208,8 @@ def test_the_levels_above_a_new_checkpoint_are_durable_too(tmp_path: Path) -> No
         shutil.rmtree(tmp_path / "left")
 
 
-def test_without_fsync_nothing_is_synced(tmp_path: Path) -> None:
-    """``sync_files=False`` is for checkpoints that need not survive a machine; the order stays."""
-    with recorded() as operations:
-        writer = FileSystemWriterAsync(tmp_path / "checkpoint", sync_files=False)
-        dcp.save(state_of(1), storage_writer=writer, no_dist=True)
-    names = [each.name for each in operations]
-    assert "fsync" not in names
-    assert names[-1] == "rename"
-
-
-def test_the_model_finds_a_missing_fsync(tmp_path: Path) -> None:
+def test_the_model_finds_a_missing_fsync(root: Path, tmp_path: Path) -> None:
     """Without any one fsync some crash loses or tears a checkpoint: the test above can fail."""
-    root = tmp_path / "root"
-    root.mkdir()
     by_save(root / "checkpoint", 1)
     before = Disk.holding(root)
     with recorded() as operations:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import threading
-import time
 import tracemalloc
 from contextlib import ExitStack
 from pathlib import Path
@@ -28,35 +26,12 @@ from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from support import loaded
 from support.faults import Hold, inject, writer_pids
-from support.processes import resident_nbytes
-from support.ranks import TESTS
+from support.processes import answer_of, resident_nbytes
+from support.ranks import run_script
 from support.states import blobs, read_metadata, save_async, schedule, small_state
 
 DEADLINE_S = 60.0
-
-
-def run_python(*arguments: str, python: tuple[str, ...] = (sys.executable,)) -> str:
-    """The standard output of a Python process; one that fails is an error here."""
-    path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    done = subprocess.run(
-        [*python, "-W", "ignore", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=2 * DEADLINE_S,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def run_program(function: str, out: Path, *args: str, **options: Any) -> Any:
-    """The result of a function of ``programs.resources``, run in a process of its own."""
-    script = "import sys, pathlib; from programs import resources;"
-    script += " getattr(resources, sys.argv[1])(pathlib.Path(sys.argv[2]), *sys.argv[3:])"
-    return json.loads(run_python("-c", script, function, str(out), *args, **options))
 
 
 def save_by_stock(path: Path, state: dict[str, Any]) -> dict[Any, bytes]:
@@ -69,25 +44,21 @@ def save_by_stock(path: Path, state: dict[str, Any]) -> dict[Any, bytes]:
 
 def test_five_thousand_tensors_need_few_descriptors(tmp_path: Path) -> None:
     """With a limit of 64 open files 5,000 tensors, changed afterwards, are saved and load right."""
-    found = run_program("has_few_descriptors", tmp_path, python=loaded.python())
-    assert found == {"wrong": []}
+    done = run_script("programs/resources.py", str(tmp_path), cwd=tmp_path, timeout_s=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
     assert len(read_metadata(tmp_path / "checkpoint").storage_data) == 5000
 
 
-@pytest.mark.parametrize("structures", [("64",), ("64", "48", "60")], ids=["same", "alternating"])
+@pytest.mark.parametrize("structures", [(64,), (64, 48, 60)], ids=["same", "alternating"])
 def test_memory_and_descriptors_stay_flat_over_many_saves(
-    tmp_path: Path, structures: tuple[str, ...]
+    tmp_path: Path, structures: tuple[int, ...]
 ) -> None:
     """From the third save on, twenty saves of up to 64 MiB keep memory within 5 %.
 
     The numbers of descriptors, threads and processes do not change at all.
-
-    Measured after each save: the proportional set size of trainer and writer together, which counts
-    every page once, however many of the two have it mapped (snapshot memory is mapped by both); the
-    resident size of each of them, which counts such pages in full; and the snapshot memory that is
-    reserved.
     """
-    measured = run_program("saves_again_and_again", tmp_path, *structures)
+    call = f"saves_again_and_again(Path({str(tmp_path)!r}), {structures})"
+    measured = answer_of("programs.resources", call)
     steady = measured[2:]
     for name in ("proportional", "trainer", "writer", "reserved"):
         sizes = [each[name] for each in steady]
@@ -113,42 +84,18 @@ def test_a_long_text_that_changes_is_not_kept(tmp_path: Path) -> None:
     assert held[-1] - held[3] < 4 << 20
 
 
-def test_a_writer_made_for_a_checkpoint_costs_no_process(tmp_path: Path) -> None:
-    """``FileSystemWriterAsync`` may be made for every checkpoint: no process or thread starts."""
+def test_neither_writers_nor_synchronous_saves_start_a_process(tmp_path: Path) -> None:
+    """A writer may be made for every checkpoint; ``dcp.save`` leaves no thread when it returns."""
     before = psutil.Process().children(recursive=True), threading.enumerate()
-    writers = [FileSystemWriterAsync(tmp_path / f"{number}") for number in range(3)]
+    writers = [FileSystemWriterAsync(tmp_path / f"{n}", thread_count=4) for n in range(3)]
     with AsyncCallsQueue():
         pass
     assert (psutil.Process().children(recursive=True), threading.enumerate()) == before
-    assert len(writers) == 3
-
-
-def test_a_synchronous_save_starts_no_process(tmp_path: Path) -> None:
-    """``dcp.save`` writes in the trainer, with threads that are gone when it returns."""
-    before = psutil.Process().children(recursive=True), threading.enumerate()
-    writer = FileSystemWriterAsync(tmp_path / "saved", thread_count=4)
-    dcp.save(small_state(1), storage_writer=writer)
+    dcp.save(small_state(1), storage_writer=writers[0])
     assert (psutil.Process().children(recursive=True), threading.enumerate()) == before
 
 
 # --- back-pressure --------------------------------------------------------------------------------
-
-
-class Later(threading.Thread):
-    """Schedules a save in a thread of its own, and notes when the call returned."""
-
-    def __init__(self, path: Path, seed: int) -> None:
-        super().__init__()
-        self.queue = AsyncCallsQueue()
-        self._path = path
-        self._seed = seed
-        self.returned_s = 0.0
-
-    def run(self) -> None:
-        state = small_state(self._seed)
-        schedule(self.queue, self._path, state)
-        self.returned_s = time.monotonic()
-        state["weight"].fill_(99)
 
 
 @pytest.mark.parametrize("allowed", [1, 2])
@@ -158,44 +105,33 @@ def test_a_save_beyond_max_in_flight_waits_for_the_oldest(tmp_path: Path, allowe
     All of them are right.
     """
     nostall.configure(EngineOptions(max_in_flight=allowed))
+    returned = threading.Event()
+
+    def save_later() -> None:
+        state = small_state(allowed)
+        with AsyncCallsQueue() as queue:
+            schedule(queue, tmp_path / f"{allowed}", state)
+            returned.set()
+            state["weight"].fill_(99)
+
     with ExitStack() as stack, AsyncCallsQueue() as queue:
         held = [stack.enter_context(Hold()) for _ in range(allowed)]
         for seed, hold in enumerate(held):
             with inject(hold.fault):
                 schedule(queue, tmp_path / f"{seed}", small_state(seed))
         held[0].wait_reached()
-        later = Later(tmp_path / "later", 7)
+        assert queue.pending == allowed
+        later = threading.Thread(target=save_later)
         later.start()
-        later.join(0.5)  # a call that does not wait returns well within this
-        assert later.is_alive()
-        released_s = time.monotonic()
+        assert not returned.wait(0.5)  # a call that does not wait returns well within this
         held[0].release()
-        later.join(DEADLINE_S)
-        assert not later.is_alive()
-        assert later.returned_s > released_s
+        assert returned.wait(DEADLINE_S)
         for hold in held[1:]:
             hold.release()
-        later.queue.close()
-    for seed, name in (*((seed, f"{seed}") for seed in range(allowed)), (7, "later")):
-        assert blobs(tmp_path / name) == save_by_stock(
-            tmp_path / f"stock {name}", small_state(seed)
-        )
-
-
-def test_saves_within_max_in_flight_do_not_wait(tmp_path: Path) -> None:
-    """With the first save held, a second one is taken at once, from memory of its own."""
-    nostall.configure(EngineOptions(max_in_flight=2))
-    with Hold() as hold, AsyncCallsQueue() as queue:
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "first", small_state(1))
-        hold.wait_reached()
-        schedule(queue, tmp_path / "second", small_state(2))
-        assert queue.pending == 2
-        hold.release()
-    for seed, name in ((1, "first"), (2, "second")):
-        assert blobs(tmp_path / name) == save_by_stock(
-            tmp_path / f"stock {name}", small_state(seed)
-        )
+        later.join(DEADLINE_S)
+    for seed in range(allowed + 1):
+        stock = save_by_stock(tmp_path / f"stock {seed}", small_state(seed))
+        assert blobs(tmp_path / f"{seed}") == stock
 
 
 def test_configuring_gives_snapshot_memory_back(tmp_path: Path) -> None:
@@ -244,21 +180,24 @@ def test_waiting_for_memory_ends_at_the_deadline(tmp_path: Path) -> None:
 def test_importing_nostall_starts_nothing_and_loads_no_torch() -> None:
     """``import nostall`` is cheap: no torch, no thread, no process, no file or socket left open."""
     script = """if True:
-        import json, os, sys, threading
+        import os, sys, threading
         before = set(os.listdir("/proc/self/fd"))
         import nostall
-        after = set(os.listdir("/proc/self/fd"))
+        assert set(os.listdir("/proc/self/fd")) == before
         import psutil
-        print(json.dumps({
-            "torch": [name for name in sys.modules if name.split(".")[0] == "torch"],
-            "threads": len(threading.enumerate()),
-            "children": len(psutil.Process().children()),
-            "descriptors": len(after) - len(before),
-            "names": sorted(nostall.__all__) == dir(nostall),
-        }))
+        assert [name for name in sys.modules if name.split(".")[0] == "torch"] == []
+        assert threading.active_count() == 1
+        assert psutil.Process().children() == []
+        assert sorted(nostall.__all__) == dir(nostall)
     """
-    told = json.loads(run_python("-c", script))
-    assert told == {"torch": [], "threads": 1, "children": 0, "descriptors": 0, "names": True}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
@@ -266,24 +205,21 @@ def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         """
-import os, pathlib, torch
+import torch
 import torch.distributed.checkpoint as dcp
 from nostall import AsyncCallsQueue, FileSystemWriterAsync
 from support.states import schedule
 
-here = pathlib.Path(__file__).parent
-with open(here / "runs", "a") as runs:
-    runs.write(f"{os.getpid()}\\n")
+with open("runs", "a") as runs:
+    runs.write("a run ")
 with AsyncCallsQueue() as queue:
-    schedule(queue, here / "split", {"weight": torch.ones(5)})
-dcp.async_save(
-    {"weight": torch.ones(5)}, storage_writer=FileSystemWriterAsync(here / "async")
-).result()
-print("trained")
+    schedule(queue, "split", {"weight": torch.ones(5)})
+dcp.async_save({"weight": torch.ones(5)}, storage_writer=FileSystemWriterAsync("async")).result()
 """
     )
-    assert run_python(str(script), python=loaded.python()) == "trained\n"
-    assert len((tmp_path / "runs").read_text().split()) == 1
+    done = run_script(str(script), cwd=tmp_path, timeout_s=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs").read_text() == "a run "
     for name in ("split", "async"):
         state = {"weight": torch.zeros(5)}
         dcp.load(state, checkpoint_id=tmp_path / name)
@@ -323,43 +259,32 @@ def test_the_writer_process_listens_on_no_socket(writer: psutil.Process) -> None
     assert [each.status for each in connections(kind="all")] == [psutil.CONN_NONE]
 
 
-def test_the_writer_process_gives_way_by_default(writer: psutil.Process) -> None:
-    """Niceness 10, and the system's default I/O class."""
-    assert writer.nice() == 10
-    assert writer.ionice().ioclass == psutil.Process().ionice().ioclass
+IDLE = {"io_priority": psutil.IOPRIO_CLASS_IDLE}
 
 
-def test_priorities_are_what_was_configured(tmp_path: Path) -> None:
-    """``EngineOptions`` decides niceness and I/O class of a writer for saves of stock DCP."""
-    nostall.configure(EngineOptions(cpu_priority=15, io_priority=psutil.IOPRIO_CLASS_IDLE))
-    future = dcp.async_save(
-        small_state(1), storage_writer=FileSystemWriterAsync(tmp_path / "saved")
-    )
-    future.result(DEADLINE_S)  # type: ignore[union-attr]  # not an upload response
-    process = psutil.Process(writer_pids()[0])
-    assert process.nice() == 15
-    assert process.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
-
-
-def test_a_queue_sets_priorities_of_its_own(tmp_path: Path) -> None:
-    """A queue with priorities uses them for the writer process, a running one included."""
-    nostall.warmup()
+@pytest.mark.parametrize(
+    ("configured", "of_queue"),
+    [({}, {}), ({"cpu_priority": 15, **IDLE}, {}), ({}, {"cpu_priority": 17, **IDLE})],
+    ids=["default", "configured", "of a queue"],
+)
+def test_priorities_are_those_asked_for(
+    tmp_path: Path, configured: dict[str, Any], of_queue: dict[str, Any]
+) -> None:
+    """``EngineOptions`` decide, or a queue with its own, for a process that runs already, too."""
+    default = {"cpu_priority": 10, "io_priority": int(psutil.Process().ionice().ioclass)}
+    nostall.configure(EngineOptions(**configured))
     (pid,) = writer_pids()
-    with AsyncCallsQueue(cpu_priority=17, io_priority=psutil.IOPRIO_CLASS_IDLE) as queue:
+
+    def priorities() -> dict[str, int]:
+        process = psutil.Process(pid)
+        return {"cpu_priority": process.nice(), "io_priority": int(process.ionice().ioclass)}
+
+    save_async(FileSystemWriterAsync(tmp_path / "saved"), small_state(1))
+    assert priorities() == {**default, **configured}
+    with AsyncCallsQueue(**of_queue) as queue:
         schedule(queue, tmp_path / "saved", small_state(1))
+    assert priorities() == {**default, **configured, **of_queue}
     assert writer_pids() == [pid]
-    assert psutil.Process(pid).nice() == 17
-    assert psutil.Process(pid).ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
-
-
-def test_a_queue_without_priorities_leaves_configured_ones_alone(tmp_path: Path) -> None:
-    """Priorities from ``EngineOptions`` apply to the writer process of a queue, too."""
-    nostall.configure(EngineOptions(cpu_priority=15, io_priority=psutil.IOPRIO_CLASS_IDLE))
-    with AsyncCallsQueue() as queue:
-        schedule(queue, tmp_path / "saved", small_state(1))
-    process = psutil.Process(writer_pids()[0])
-    assert process.nice() == 15
-    assert process.ionice().ioclass == psutil.IOPRIO_CLASS_IDLE
 
 
 def test_warmup_leaves_nothing_to_start_or_reserve(tmp_path: Path) -> None:

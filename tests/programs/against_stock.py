@@ -13,7 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def save(kind: str, path: Path, state: State, **options: Any) -> None:
     dcp.save(state, storage_writer=WRITERS[kind](path, **options), no_dist=True)
 
 
-def file_size_limit(kind: str, path: Path, *, overwritten: bool, thread_count: int) -> Aftermath:
+def limited(kind: str, path: Path, *, overwritten: bool, thread_count: int) -> Aftermath:
     """No file may be larger than a limit, which one of the new ones would have to be."""
 
     def run() -> None:
@@ -178,23 +178,20 @@ def changed_after_async_save(kind: str, path: Path) -> Aftermath:
 
 
 def single_process(kind: str, out: Path) -> dict[str, list[Aftermath]]:
-    """Every fault that needs no second rank."""
+    """Every fault that needs no second rank; those of several threads more than once."""
     out.mkdir(parents=True)
-
-    def limited(name: str, *, overwritten: bool, thread_count: int) -> list[Aftermath]:
-        return [
-            file_size_limit(
-                kind, out / f"{name} {n}", overwritten=overwritten, thread_count=thread_count
-            )
-            for n in range(ATTEMPTS)
-        ]
-
     return {
-        "one file of four fails": limited("fresh", overwritten=False, thread_count=4),
-        "one file of four fails while overwriting": limited(
-            "overwritten", overwritten=True, thread_count=4
-        ),
-        "the only file fails while overwriting": limited("one", overwritten=True, thread_count=1),
+        "one file of four fails": [
+            limited(kind, out / f"fresh {n}", overwritten=False, thread_count=4)
+            for n in range(ATTEMPTS)
+        ],
+        "one file of four fails while overwriting": [
+            limited(kind, out / f"overwritten {n}", overwritten=True, thread_count=4)
+            for n in range(ATTEMPTS)
+        ],
+        "the only file fails while overwriting": [
+            limited(kind, out / "one", overwritten=True, thread_count=1)
+        ],
         "killed at every step of overwriting": killed_at_every_step(kind, out / "killed"),
         "overwritten with fewer threads": [fewer_threads(kind, out / "fewer")],
         "changed after async_save": [changed_after_async_save(kind, out / "changed")],
@@ -240,10 +237,7 @@ def second_rank_cannot_open(out: Path) -> dict[str, Aftermath]:
     for kind in WRITERS:
         path = out / kind
         save_of_ranks(kind, path, OLD)
-        if dist.get_rank() == 1:
-            with no_descriptor_left():
-                how = save_of_ranks(kind, path, NEW)
-        else:
+        with no_descriptor_left() if dist.get_rank() == 1 else nullcontext():
             how = save_of_ranks(kind, path, NEW)
         dist.barrier()
         template = {f"of rank {rank}": torch.zeros(1000) for rank in range(2)}

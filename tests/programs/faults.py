@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hashlib
 import json
 import os
 import resource
@@ -15,13 +14,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
@@ -36,10 +37,13 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from programs.entry_points import loaded_wrong
 from support.faults import Fault, Hold, inject, writer_pids
-from support.states import blobs, schedule, small_state
+from support.states import schedule, small_state
 
 State = dict[str, Any]
+Report = dict[str, Any]
+STAGING: tuple[StagingMode, ...] = ("blocking", "overlapped")
 
 AT_ONCE = EngineOptions(write_retries=0)
 """No fault of these passes, so no save waits for that."""
@@ -64,21 +68,19 @@ ALL_FAULTS: dict[str, Fault] = {
 # --- what came of a save, as plain data -----------------------------------------------------------
 
 
-def outcome_of(save: Callable[[], object]) -> dict[str, Any]:
+def outcome_of(save: Callable[[], object]) -> Report:
     """How a save ended: each rank's failure with all its attributes, the text, the seconds."""
     began = time.monotonic()
+    text, failures = "", {}
     try:
         save()
     except CheckpointException as error:
-        return {
-            "text": str(error),
-            "failures": {str(rank): _plain(each) for rank, (each, _) in error.failures.items()},
-            "seconds": time.monotonic() - began,
-        }
-    return {"failures": {}, "seconds": time.monotonic() - began}
+        text = str(error)
+        failures = {str(rank): _plain(each) for rank, (each, _) in error.failures.items()}
+    return {"text": text, "failures": failures, "seconds": time.monotonic() - began}
 
 
-def _plain(error: BaseException) -> dict[str, Any]:
+def _plain(error: BaseException) -> Report:
     names = ("rank", "phase", "path", "errno", "exit_code", "message")
     causes, cause = [], error.__cause__
     while cause is not None:
@@ -86,14 +88,6 @@ def _plain(error: BaseException) -> dict[str, Any]:
         cause = cause.__cause__
     plain = {name: getattr(error, name, None) for name in names}
     return {"kind": type(error).__name__, "causes": causes, **plain}
-
-
-def digest(path: Path) -> str:
-    """One word for all items of a committed checkpoint."""
-    total = hashlib.sha256()
-    for key, content in sorted(blobs(path).items()):
-        total.update(repr(key).encode() + content)
-    return total.hexdigest()
 
 
 def kill_and_wait(pid: int) -> None:
@@ -104,36 +98,6 @@ def kill_and_wait(pid: int) -> None:
         assert select.select([process], [], [], 60)[0]
     finally:
         os.close(process)
-
-
-class Attempt:
-    """One split save with a finalize function that leaves a trace."""
-
-    def __init__(
-        self,
-        queue: AsyncCallsQueue,
-        path: Path,
-        state: State,
-        *,
-        planner: SavePlanner | None = None,
-        cache: CheckpointMetadataCache | None = None,
-        **options: Any,
-    ) -> None:
-        self.finalized = False
-        writer = FileSystemWriterAsync(path, **options)
-        planned = save_state_dict_async_plan(
-            state,
-            writer,
-            planner=planner,
-            enable_cache=cache is not None,
-            metadata_cache=cache,
-        )
-        save_fn, preload_fn, args = writer.get_save_function_and_args()
-        finalize = [lambda: save_state_dict_async_finalize(*planned), self._note]
-        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
-
-    def _note(self) -> None:
-        self.finalized = True
 
 
 # --- two ranks ------------------------------------------------------------------------------------
@@ -150,72 +114,55 @@ def rank_state(seed: int) -> State:
     }
 
 
-def loads_as(path: Path, expected: State) -> bool:
+def loads(path: Path, seed: int) -> bool:
     """Whether stock ``dcp.load`` finds exactly this in a checkpoint. Collective."""
-    state = rank_state(seed=-1)
-    dcp.load(state, checkpoint_id=path)
-    return same(state, expected)
+    return loaded_wrong(path, rank_state(seed), rank_state(seed=-1)) == []
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return all(same(*pair) for pair in zip(one, other, strict=True))
-    return bool(one == other)
+def scene(
+    path: Path,
+    *faults: Fault,
+    overwritten: bool = False,
+    polling: bool = False,
+    planner: SavePlanner | None = None,
+    cache: CheckpointMetadataCache | None = None,
+) -> Report:
+    """A split save that fails, and the save after it. Collective; faults are of this rank only."""
+    queue, finalized = AsyncCallsQueue(), []
+    if overwritten:
+        schedule(queue, path, rank_state(seed=1))
+        queue.wait()
+    dist.barrier()
 
-
-class Scene:
-    """A directory for one failing save, and the saves before and after it. Collective."""
-
-    def __init__(self, out: Path, name: str, *, overwritten: bool) -> None:
-        self.path = out / name
-        self.queue = AsyncCallsQueue()
-        self._overwritten = overwritten
-        self.report: dict[str, Any] = {}
-        if overwritten:
-            schedule(self.queue, self.path, rank_state(seed=1))
-            self.queue.wait()
-        dist.barrier()
-
-    def look(self) -> None:
-        """Report the content of the directory after the failure."""
-        dist.barrier()
-        if self._overwritten:
-            self.report["previous loads"] = loads_as(self.path, rank_state(seed=1))
+    def save() -> None:
+        writer = FileSystemWriterAsync(path)
+        planned = save_state_dict_async_plan(
+            rank_state(seed=2),
+            writer,
+            planner=planner,
+            enable_cache=cache is not None,
+            metadata_cache=cache,
+        )
+        save_fn, preload_fn, args = writer.get_save_function_and_args()
+        finalize = [lambda: save_state_dict_async_finalize(*planned), lambda: finalized.append(1)]
+        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+        if polling:
+            poll(queue)
         else:
-            self.report["committed"] = (self.path / ".metadata").exists()
-        self.report["files"] = sorted(os.listdir(self.path))
-        dist.barrier()
+            queue.wait()
 
-    def save_again(self) -> None:
-        """The next save of the same structure to the same place."""
-        schedule(self.queue, self.path, rank_state(seed=3))
-        self.queue.close()
-        dist.barrier()
-        self.report["next loads"] = loads_as(self.path, rank_state(seed=3))
-
-
-@contextlib.contextmanager
-def on_rank(rank: int, *faults: Fault) -> Iterator[None]:
-    """Faults on one rank only."""
-    with inject(*faults) if dist.get_rank() == rank else contextlib.nullcontext():
-        yield
-
-
-def failing_scene(
-    out: Path, name: str, fault: Fault, *, victim: int, overwritten: bool, polling: bool
-) -> dict[str, Any]:
-    """A save during which something happens to the writer of one rank."""
-    scene = Scene(out, name, overwritten=overwritten)
-    with on_rank(victim, fault):
-        attempt = Attempt(scene.queue, scene.path, rank_state(seed=2))
-    scene.report = outcome_of((lambda: poll(scene.queue)) if polling else scene.queue.wait)
-    scene.look()
-    scene.save_again()
-    return {**scene.report, "finalized": attempt.finalized}
+    with inject(*faults):
+        report = outcome_of(save)
+    dist.barrier()
+    if overwritten:
+        report["previous loads"] = loads(path, seed=1)
+    report["committed"] = (path / ".metadata").exists()
+    report["files"] = sorted(os.listdir(path)) if path.exists() else []
+    dist.barrier()
+    schedule(queue, path, rank_state(seed=3))
+    queue.close()
+    dist.barrier()
+    return {**report, "next loads": loads(path, seed=3), "finalized": finalized != []}
 
 
 def poll(queue: AsyncCallsQueue, deadline_s: float = 60.0) -> None:
@@ -231,27 +178,22 @@ def poll(queue: AsyncCallsQueue, deadline_s: float = 60.0) -> None:
             raise TimeoutError("the queue is not empty and nothing was raised")
 
 
-def writer_faults(out: Path) -> dict[str, Any]:
+def writer_scenes(out: Path) -> dict[str, Report]:
     """Every fault, on one rank over nothing and on the other over a checkpoint. Collective.
 
     ``matrix.py`` has all combinations; what is looked at more closely here is what the user is
     told.
     """
-    results = {}
+    reports = {}
     for number, (name, fault) in enumerate(ALL_FAULTS.items()):
         for overwritten in (False, True):
             title = f"{name} over another" if overwritten else name
             victim = (number + overwritten) % 2
-            report = failing_scene(
-                out,
-                title,
-                fault,
-                victim=victim,
-                overwritten=overwritten,
-                polling=bool(number // 2 % 2),
-            )
-            results[title] = {**report, "victim": victim}
-    return results
+            faults = [fault] if dist.get_rank() == victim else []
+            polling = bool(number // 2 % 2)
+            report = scene(out / title, *faults, overwritten=overwritten, polling=polling)
+            reports[title] = {**report, "victim": victim}
+    return reports
 
 
 class Troubled(DefaultSavePlanner):
@@ -266,61 +208,34 @@ class Troubled(DefaultSavePlanner):
         self.where = list(where)
 
     def create_local_plan(self) -> SavePlan:
-        if "plan" in self.where and dist.get_rank() == 1:
+        if "no plan" in self.where and dist.get_rank() == 1:
             raise LookupError("no plan today")
         return super().create_local_plan()
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        if "data" in self.where and write_item.index.fqn == "of rank 1":
+        if "no data" in self.where and write_item.index.fqn == "of rank 1":
             raise LookupError("no data today")
         return super().resolve_data(write_item)
 
 
-def planner_scene(out: Path, name: str, where: str, *, saves_before: int) -> dict[str, Any]:
+def planner_scene(path: Path, where: str, *, cached: bool) -> Report:
     """A planner that fails first of all, or when plans are cached and ranks no longer talk."""
-    scene = Scene(out, name, overwritten=False)
     cache = CheckpointMetadataCache()
-    for number in range(saves_before):
-        path = out / f"{name}, save {number}"
-        schedule(scene.queue, path, rank_state(seed=number), planner=Troubled(), cache=cache)
-        scene.queue.wait()
-    attempts: list[Attempt] = []
-
-    def save() -> None:
-        attempts.append(
-            Attempt(
-                scene.queue, scene.path, rank_state(seed=2), planner=Troubled(where), cache=cache
-            )
-        )
-        scene.queue.wait()
-
+    with AsyncCallsQueue() as queue:
+        for number in range(3 if cached else 0):
+            known = path.with_name(f"{path.name} {number}")
+            schedule(queue, known, rank_state(seed=number), planner=Troubled(), cache=cache)
+            queue.wait()
     silent = cache.get_metadata_caching_status()[0]
-    scene.report = outcome_of(save)
-    scene.path.mkdir(exist_ok=True)
-    scene.look()
-    scene.save_again()
-    finalized = any(attempt.finalized for attempt in attempts)
-    return {**scene.report, "finalized": finalized, "silent": silent}
+    return {**scene(path, planner=Troubled(where), cache=cache), "silent": silent}
 
 
-def commit_scene(out: Path, name: str, *, overwritten: bool) -> dict[str, Any]:
-    """A save whose metadata the coordinator's storage refuses."""
-    scene = Scene(out, name, overwritten=overwritten)
-    refused = [Fault.errno("commit", errno.EISDIR)] if dist.get_rank() == 0 else []
-    with inject(*refused):
-        attempt = Attempt(scene.queue, scene.path, rank_state(seed=2))
-        scene.report = outcome_of(scene.queue.wait)
-    scene.look()
-    scene.save_again()
-    return {**scene.report, "finalized": attempt.finalized}
-
-
-def stopped_scene(out: Path, name: str) -> dict[str, Any]:
+def stopped_scene(path: Path) -> Report:
     """A writer of rank 1 that is stopped for good; no rank waits longer than two seconds for it."""
     nostall.configure(EngineOptions(save_timeout_s=2))
     try:
-        fault = Fault.kill("chunk", signal.SIGSTOP)
-        return failing_scene(out, name, fault, victim=1, overwritten=False, polling=False)
+        stop = Fault.kill("chunk", signal.SIGSTOP)
+        return scene(path, *([stop] if dist.get_rank() == 1 else []))
     finally:
         reset()
         nostall.configure(AT_ONCE)
@@ -331,31 +246,47 @@ def save_now(path: Path, seed: int) -> None:
     dcp.save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
 
 
-def save_async(path: Path, seed: int) -> None:
+def save_async(path: Path, seed: int, staging: StagingMode = "blocking", **options: Any) -> None:
     """One save with ``dcp.async_save``."""
-    future = dcp.async_save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
-    future.result(60)  # type: ignore[union-attr]  # not an upload response
+    writer = FileSystemWriterAsync(path, staging=staging)
+    saving: Any = dcp.async_save(rank_state(seed), storage_writer=writer, **options)
+    getattr(saving, "upload_completion", saving).result(60)
 
 
-def dcp_scenes(out: Path) -> dict[str, Any]:
+def save_split(path: Path, seed: int) -> None:
+    """One save with the split functions."""
+    with AsyncCallsQueue() as queue:
+        schedule(queue, path, rank_state(seed))
+
+
+def stock_scene(
+    save: Callable[[int], None],
+    trouble: contextlib.AbstractContextManager[None],
+    loads: Callable[[int], bool],
+) -> Report:
+    """A save over a checkpoint that fails because of rank 1, and the saves around it."""
+    save(1)
+    dist.barrier()
+    with trouble if dist.get_rank() == 1 else contextlib.nullcontext():
+        report = outcome_of(lambda: save(2))
+    dist.barrier()
+    report["previous loads"] = loads(1)
+    save(3)
+    dist.barrier()
+    return {**report, "next loads": loads(3)}
+
+
+def stock_scenes(out: Path) -> dict[str, Report]:
     """``dcp.save`` with a full device and ``dcp.async_save`` with a killed writer, on rank 1."""
-    results = {}
-    for name, way, fault in (
-        ("save", save_now, Fault.errno("chunk", errno.ENOSPC)),
-        ("async_save", save_async, Fault.kill("chunk", signal.SIGKILL)),
-    ):
-        path = out / name
-        way(path, 1)
-        dist.barrier()
-        with on_rank(1, fault):
-            report = outcome_of(lambda way=way, path=path: way(path, 2))  # type: ignore[misc]  # mypy has no type for defaults
-        dist.barrier()
-        report["previous loads"] = loads_as(path, rank_state(seed=1))
-        way(path, 3)
-        dist.barrier()
-        report["next loads"] = loads_as(path, rank_state(seed=3))
-        results[name] = report
-    return results
+    return {
+        way.__name__: stock_scene(
+            partial(way, out / way.__name__), inject(fault), partial(loads, out / way.__name__)
+        )
+        for way, fault in (
+            (save_now, Fault.errno("chunk", errno.ENOSPC)),
+            (save_async, Fault.kill("chunk", signal.SIGKILL)),
+        )
+    }
 
 
 class Late(FileSystemWriterAsync):
@@ -370,9 +301,9 @@ class Late(FileSystemWriterAsync):
         return staged
 
 
-def saves_begun_without_their_group(out: Path) -> dict[str, Any]:
+def saves_begun_without_their_group(out: Path) -> Report:
     """``dcp.async_save``, then ``destroy_process_group()``, before the thread that saves runs."""
-    reports: dict[str, Any] = {}
+    reports: Report = {}
     rank = dist.get_rank()
     save_now(out / "blocking", 1)
 
@@ -402,7 +333,7 @@ def saves_begun_without_their_group(out: Path) -> dict[str, Any]:
     begin_late("a group", members=[0, 1])
     begin_late(f"alone {rank}", no_dist=True)
     begin_late(f"in a group of one {rank}", members=[rank])
-    reports["previous loads"] = loads_as(out / "blocking", rank_state(1))
+    reports["previous loads"] = loads(out / "blocking", seed=1)
     return reports
 
 
@@ -415,18 +346,16 @@ class OnlyTensors(DefaultSavePlanner):
         storage_meta: Any = None,
         is_coordinator: bool = False,  # noqa: FBT001, FBT002  # DCP's
     ) -> None:
-        tensors = {
-            name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)
-        }
-        super().set_up_planner(tensors, storage_meta, is_coordinator)
+        super().set_up_planner(tensors_of(state_dict), storage_meta, is_coordinator)
+
+
+def tensors_of(state: State) -> State:
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 @contextlib.contextmanager
-def no_memory_on_rank(rank: int) -> Iterator[None]:
-    """One rank can reserve no memory for a snapshot."""
-    if dist.get_rank() != rank:
-        yield
-        return
+def no_memory() -> Iterator[None]:
+    """No memory can be reserved for a snapshot."""
     reset()
     nostall.configure(AT_ONCE)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -437,95 +366,67 @@ def no_memory_on_rank(rank: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def memory_scene(
-    out: Path, name: str, *, staging: StagingMode, planner: Callable[[], SavePlanner]
-) -> dict[str, Any]:
-    """``dcp.async_save`` over a checkpoint, for which rank 1 has no memory."""
-    path = out / name
+def memory_scene(path: Path, staging: StagingMode, planner: type[SavePlanner]) -> Report:
+    """``dcp.async_save`` for which rank 1 has no memory; only tensors are looked at."""
 
     def save(seed: int) -> None:
-        writer = FileSystemWriterAsync(path, staging=staging)
         # With an id of its own, DCP resets the writer between staging and writing.
-        saving: Any = dcp.async_save(
-            rank_state(seed), checkpoint_id=path, storage_writer=writer, planner=planner()
-        )
-        getattr(saving, "upload_completion", saving).result(60)
+        save_async(path, seed, staging, checkpoint_id=path, planner=planner())
 
     def loads(seed: int) -> bool:
-        state, expected = rank_state(seed=-1), rank_state(seed)
-        names = [name for name, value in state.items() if isinstance(value, torch.Tensor)]
-        state = {name: state[name] for name in names}
-        dcp.load(state, checkpoint_id=path)
-        return same(state, {name: expected[name] for name in names})
+        return loaded_wrong(path, tensors_of(rank_state(seed)), tensors_of(rank_state(-1))) == []
 
-    save(1)
-    dist.barrier()
-    with no_memory_on_rank(1):
-        report = outcome_of(lambda: save(2))
-    dist.barrier()
-    report["previous loads"] = loads(1)
-    save(3)
-    dist.barrier()
-    report["next loads"] = loads(3)
-    return report
+    return stock_scene(save, no_memory(), loads)
 
 
-def memory_scenes(out: Path) -> dict[str, Any]:
-    """Memory that one rank lacks, with either staging, and with a planner that overlooks that."""
-    return {
-        f"no memory, {staging}, {planner.__name__}": memory_scene(
-            out, f"no memory {staging} {planner.__name__}", staging=staging, planner=planner
-        )
-        for staging in ("blocking", "overlapped")
-        for planner in (DefaultSavePlanner, OnlyTensors)
-    }
-
-
-def save_split(path: Path, seed: int) -> None:
-    """One save with the split functions."""
-    with AsyncCallsQueue() as queue:
-        Attempt(queue, path, rank_state(seed))
-
-
-def directory_scene(out: Path, name: str, way: Callable[[Path, int], None]) -> dict[str, Any]:
+def directory_scene(out: Path, way: Callable[[Path, int], None]) -> Report:
     """A save to another directory on each rank, and one to the same directory under two names."""
     rank = dist.get_rank()
-    mine, same_one = out / f"{name} {rank}", out / f"{name} same"
+    mine, same_one = out / f"{way.__name__} {rank}", out / f"{way.__name__} same"
     report = outcome_of(lambda: way(mine, 1))
     dist.barrier()
-    report["committed"] = any((out / f"{name} {each}" / ".metadata").exists() for each in (0, 1))
+    report["committed"] = list(out.glob(f"{way.__name__} */.metadata")) != []
+    dist.barrier()
     if rank == 1:
-        same_one.symlink_to(out / f"{name} 0")
+        same_one.symlink_to(out / f"{way.__name__} 0")
     dist.barrier()
     way(same_one if rank == 1 else mine, 2)
     dist.barrier()
-    report["next loads"] = loads_as(mine if rank == 0 else same_one, rank_state(seed=2))
-    return report
+    return {**report, "next loads": loads(mine if rank == 0 else same_one, seed=2)}
 
 
-def other_faults(out: Path) -> dict[str, Any]:
+def other_scenes(out: Path) -> dict[str, Report]:
     """Everything that is not a writer's own failure. Collective."""
+    refused = [Fault.errno("commit", errno.EISDIR)] if dist.get_rank() == 0 else []
     return {
-        **dcp_scenes(out),
-        **memory_scenes(out),
+        **stock_scenes(out),
         **{
-            f"directories, {way.__name__}": directory_scene(out, way.__name__, way)
+            f"no memory, {staging}, {planner.__name__}": memory_scene(
+                out / f"no memory {staging} {planner.__name__}", staging, planner
+            )
+            for staging, planner in product(STAGING, (DefaultSavePlanner, OnlyTensors))
+        },
+        **{
+            f"directories, {way.__name__}": directory_scene(out, way)
             for way in (save_now, save_async, save_split)
         },
-        "commit": commit_scene(out, "commit", overwritten=False),
-        "commit over another": commit_scene(out, "commit over another", overwritten=True),
-        "no plan": planner_scene(out, "no plan", "plan", saves_before=0),
-        "no plan, cached": planner_scene(out, "no plan, cached", "plan", saves_before=3),
-        "no data": planner_scene(out, "no data", "data", saves_before=0),
-        "no data, cached": planner_scene(out, "no data, cached", "data", saves_before=3),
-        "stopped": stopped_scene(out, "stopped"),
+        "commit": scene(out / "commit", *refused),
+        "commit over another": scene(out / "commit over another", *refused, overwritten=True),
+        **{
+            f"{what}, {cached=}": planner_scene(out / f"{what} {cached}", what, cached=cached)
+            for what, cached in product(("no plan", "no data"), (False, True))
+        },
+        "stopped": stopped_scene(out / "stopped"),
     }
 
 
-def everything(out: Path) -> dict[str, Any]:
+def everything(out: Path) -> Report:
     """All of it in one start of the ranks. Collective."""
     nostall.configure(AT_ONCE)
-    return {"writer": writer_faults(out / "writer"), "other": other_faults(out / "other")}
+    return {
+        "faults": {**writer_scenes(out / "writer"), **other_scenes(out / "other")},
+        "without their group": saves_begun_without_their_group(out / "groups"),
+    }
 
 
 # --- trainers, one process each, that tell a test on standard output how far they are -------------
@@ -536,29 +437,23 @@ def say(**message: Any) -> None:
     print(json.dumps(message), flush=True)
 
 
-def listen() -> None:
-    """Wait for a line from the test."""
-    sys.stdin.readline()
-
-
-def stands_in_the_middle_of_a_save(out: Path, fork: str = "") -> None:
-    """Hold a save open, with forked children if asked, and wait to be killed."""
+def stands_in_the_middle_of_a_save(out: Path) -> None:
+    """Hold a save open, with forked children, and wait to be killed."""
     hold = Hold("chunk")
     with inject(hold.fault):
         schedule(AsyncCallsQueue(), out / "checkpoint", small_state(1))
     hold.wait_reached()
     children = []
-    if fork:
-        # os.fork() runs nostall's hook, which closes descriptors in the child; a fork from C code
-        # does not.
-        for make in (os.fork, ctypes.CDLL(None).fork):
-            child = make()
-            if child == 0:
-                while True:
-                    signal.pause()
-            children.append(child)
+    # os.fork() runs nostall's hook, which closes descriptors in the child; a fork from C code does
+    # not.
+    for make in (os.fork, ctypes.CDLL(None).fork):
+        child = make()
+        if child == 0:
+            while True:
+                signal.pause()
+        children.append(child)
     say(pid=os.getpid(), writer=writer_pids()[0], children=children)
-    listen()
+    sys.stdin.readline()
 
 
 def is_interrupted(out: Path) -> None:
@@ -613,8 +508,6 @@ def forks(out: Path) -> None:
         hold.release()
         queue.wait()
         schedule(queue, out / "next", small_state(2))
-    dcp.save(small_state(1), storage_writer=FileSystemWriter(out / "stock held"))
-    dcp.save(small_state(2), storage_writer=FileSystemWriter(out / "stock next"))
     say(codes=codes, same_writer=writer_pids() == before)
 
 
@@ -623,26 +516,22 @@ def has_a_file_size_limit(out: Path) -> None:
     state = {"weight": torch.arange(3 << 18, dtype=torch.float32)}
     limit = (1 << 20, resource.RLIM_INFINITY)
     none = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+
+    def save(name: str) -> Report:
+        writer = FileSystemWriterAsync(out / name)
+        return outcome_of(lambda: dcp.save(state, storage_writer=writer))
+
     nostall.warmup(4 << 20)
     writer = writer_pids()[0]
     with AsyncCallsQueue() as queue:
         resource.prlimit(writer, resource.RLIMIT_FSIZE, limit)
         schedule(queue, out / "in the writer", state)
-        in_the_writer = outcome_of(queue.wait)
+        found = {"in the writer": outcome_of(queue.wait)}
         resource.prlimit(writer, resource.RLIMIT_FSIZE, none)
         schedule(queue, out / "without", state)
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    in_the_trainer = outcome_of(lambda: _save(out / "in the trainer", state))
+    found["in the trainer"] = save("in the trainer")
     reset()
-    before_memory = outcome_of(lambda: _save(out / "before memory", state))
+    found["before memory"] = save("before memory")
     resource.setrlimit(resource.RLIMIT_FSIZE, none)
-    say(
-        in_the_writer=in_the_writer,
-        in_the_trainer=in_the_trainer,
-        before_memory=before_memory,
-        after=digest(out / "without") != "",
-    )
-
-
-def _save(path: Path, state: State) -> None:
-    dcp.save(state, storage_writer=FileSystemWriterAsync(path))
+    say(**found)

@@ -1,10 +1,10 @@
-"""Trainers with little to spend, and trainers that measure themselves; each prints its figures."""
+"""Trainers with little to spend, and trainers that measure themselves."""
 
 from __future__ import annotations
 
-import json
 import os
 import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,12 @@ def has_few_descriptors(out: Path) -> None:
         for tensor in state.values():
             tensor.fill_(-1)
     dcp.load(state, checkpoint_id=out / "checkpoint")
-    wrong = [name for name, tensor in state.items() if not bool((tensor == float(name[1:])).all())]
-    print(json.dumps({"wrong": wrong}))
+    assert all(bool((tensor == float(name[1:])).all()) for name, tensor in state.items())
 
 
-def saves_again_and_again(out: Path, *structures: str) -> None:
+def saves_again_and_again(out: Path, structures: tuple[int, ...]) -> list[dict[str, int]]:
     """Twenty saves of states of so many MiB, in turn, and what the processes hold then."""
-    states = [_state_of(int(mib)) for mib in structures]
+    states = [_state_of(mib) for mib in structures]
     measured = []
     with AsyncCallsQueue() as queue:
         for number in range(20):
@@ -48,7 +47,7 @@ def saves_again_and_again(out: Path, *structures: str) -> None:
         # What was not counted must not be held for ever either.
         pids = (os.getpid(), *writer_pids())
         wait_until(lambda: not any(_is_replaced(link) for pid in pids for link in _open_in(pid)))
-    print(json.dumps(measured))
+    return measured
 
 
 def _open_in(pid: int) -> list[str]:
@@ -78,6 +77,7 @@ def _held() -> dict[str, int]:
     (writer,) = (psutil.Process(pid) for pid in writer_pids())
     of_trainer, of_writer = trainer.memory_full_info(), writer.memory_full_info()
     return {
+        # Every page once, however many of the two have it mapped, as both have snapshot memory.
         "proportional": of_trainer.pss + of_writer.pss,
         "trainer": of_trainer.rss,
         "writer": of_writer.rss,
@@ -88,3 +88,7 @@ def _held() -> dict[str, int]:
         "writer threads": writer.num_threads(),
         "children": len(trainer.children(recursive=True)),
     }
+
+
+if __name__ == "__main__":
+    has_few_descriptors(Path(sys.argv[1]))
