@@ -11,13 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed._shard.sharded_tensor import (
-    Shard as ShardOfTensor,
-)
-from torch.distributed._shard.sharded_tensor import (
-    ShardedTensor,
-    init_from_local_shards,
-)
+from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
@@ -48,7 +42,7 @@ def group_state(seed: int) -> State:
         return torch.randn(*size, generator=generator)
 
     whole = random(4 * world_size, 3)
-    mine = ShardOfTensor.from_tensor_and_offsets(
+    mine = sharded_tensor.Shard.from_tensor_and_offsets(
         whole[4 * rank : 4 * rank + 4].clone(), [4 * rank, 0], rank
     )
     return {
@@ -58,7 +52,7 @@ def group_state(seed: int) -> State:
         "on one rank": distribute_tensor(random(1, 3), mesh, [Shard(0)]),
         "columns": distribute_tensor(random(4, 3 * world_size), mesh, [Shard(1)]),
         "replicated": distribute_tensor(random(7, 2), mesh, [Replicate()]),
-        "sharded tensor": init_from_local_shards([mine], whole.size()),
+        "sharded tensor": sharded_tensor.init_from_local_shards([mine], whole.size()),
         f"of rank {rank}": {"tensor": random(rank + 2), "object": {"rank": rank}},
     }
 
@@ -73,7 +67,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(element, f"{path}/{position}")
     elif isinstance(value, DTensor):
         yield path, value.to_local()
-    elif isinstance(value, ShardedTensor):
+    elif isinstance(value, sharded_tensor.ShardedTensor):
         for position, shard in enumerate(value.local_shards()):
             yield f"{path}/{position}", shard.tensor
     else:
@@ -92,16 +86,12 @@ def same_bits(one: Any, other: Any) -> bool:
     """Whether two local values are the same, NaNs and signed zeros included."""
     if not isinstance(one, torch.Tensor):
         return type(one) is type(other) and bool(one == other)
-    return (
-        isinstance(other, torch.Tensor)
-        and one.dtype == other.dtype
-        and one.shape == other.shape
-        and torch.equal(_bits(one), _bits(other))
-    )
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if not isinstance(other, torch.Tensor):
+        return False
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    bits = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other))
+    return torch.equal(*bits)
 
 
 def differing(one: State, other: State) -> list[str]:
@@ -128,42 +118,31 @@ def save(path: Path, state: State) -> None:
     dcp.save(state, storage_writer=FileSystemWriterAsync(path))
 
 
-def async_save_in_thread(path: Path, state: State) -> None:
+def async_save_in_thread(
+    path: Path, state: State, kind: AsyncCheckpointerType = AsyncCheckpointerType.THREAD
+) -> None:
     """``dcp.async_save`` with the thread executor."""
-    future = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path))
+    writer = FileSystemWriterAsync(path)
+    future: Any = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
     spoil(state)
-    _result(future)
+    future.result(timeout=60)
 
 
 def async_save_in_process(path: Path, state: State) -> None:
     """``dcp.async_save`` with the process executor, which pickles writer and staged state."""
-    future = dcp.async_save(
-        state,
-        storage_writer=FileSystemWriterAsync(path),
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-    )
-    spoil(state)
-    _result(future)
+    async_save_in_thread(path, state, AsyncCheckpointerType.PROCESS)
 
 
-def _result(future: Any) -> None:
-    future.result(timeout=60)
-
-
-def queue_persistent(path: Path, state: State) -> None:
+def queue_persistent(path: Path, state: State, *, persistent: bool = True) -> None:
     """A split save through a queue that keeps its worker."""
-    _through_queue(AsyncCallsQueue(persistent=True), path, state)
+    with AsyncCallsQueue(persistent=persistent) as queue:
+        schedule(queue, path, state)
+        spoil(state)
 
 
 def queue_temporal(path: Path, state: State) -> None:
     """A split save through a queue with a worker per call."""
-    _through_queue(AsyncCallsQueue(persistent=False), path, state)
-
-
-def _through_queue(queue: AsyncCallsQueue, path: Path, state: State) -> None:
-    with queue:
-        schedule(queue, path, state)
-        spoil(state)
+    queue_persistent(path, state, persistent=False)
 
 
 def by_hand(path: Path, state: State) -> None:
@@ -191,15 +170,12 @@ def _plan(path: Path, state: State) -> tuple[tuple[Any, Any, Any], tuple[Any, An
 
 
 ALONE: dict[str, Callable[[Path, State], None]] = {
-    route.__name__: route
-    for route in (
-        save,
-        async_save_in_thread,
-        queue_persistent,
-        queue_temporal,
-        by_hand,
-        execute_sync,
-    )
+    "save": save,
+    "async_save_in_thread": async_save_in_thread,
+    "queue_persistent": queue_persistent,
+    "queue_temporal": queue_temporal,
+    "by_hand": by_hand,
+    "execute_sync": execute_sync,
 }
 """Ways to save that need no process group."""
 ROUTES = {**ALONE, "async_save_in_process": async_save_in_process}
@@ -234,8 +210,8 @@ class OwnPlanner(DefaultSavePlanner):
 
 def own_planner(out: Path, make_state: Callable[[], State]) -> dict[str, Any]:
     """Save with a user's planner in three ways; what differs from what stock saves with it."""
-    dcp.save(make_state(), storage_writer=FileSystemWriter(out / "stock"), planner=OwnPlanner())
-    dcp.save(make_state(), storage_writer=FileSystemWriterAsync(out / "save"), planner=OwnPlanner())
+    for name, writer in (("stock", FileSystemWriter), ("save", FileSystemWriterAsync)):
+        dcp.save(make_state(), storage_writer=writer(out / name), planner=OwnPlanner())
     planner = OwnPlanner()
     with AsyncCallsQueue() as queue:
         schedule(queue, out / "split", make_state(), planner=planner)
@@ -253,24 +229,25 @@ def own_planner(out: Path, make_state: Callable[[], State]) -> dict[str, Any]:
 
 def without_collectives(out: Path, rank: int) -> dict[str, Any]:
     """Save and load a state of this rank's own with ``use_collectives=False``."""
-    for name, writer in (("stock", FileSystemWriter), ("ours", FileSystemWriterAsync)):
-        dcp.save(small_state(rank), storage_writer=writer(out / name), use_collectives=False)
+    contents = []
     name = f"__{rank}.metadata"
-    metadata: Metadata = pickle.loads((out / "ours" / name).read_bytes())
-    ours, stock = _rank_blobs(out / "ours", name), _rank_blobs(out / "stock", name)
+    for kind, writer in (("stock", FileSystemWriter), ("ours", FileSystemWriterAsync)):
+        dcp.save(small_state(rank), storage_writer=writer(out / kind), use_collectives=False)
+        metadata: Metadata = pickle.loads((out / kind / name).read_bytes())
+        places = {index.fqn: place for index, place in metadata.storage_data.items()}
+        files = {place.relative_path for place in places.values()}
+        read = {file: (out / kind / file).read_bytes() for file in files}
+        contents.append(
+            {
+                fqn: read[place.relative_path][place.offset : place.offset + place.length]
+                for fqn, place in places.items()
+            }
+        )
     return {
-        "same": ours == stock,
-        "files": sorted({info.relative_path for info in metadata.storage_data.values()}),
+        "same": contents[0] == contents[1],
+        "files": sorted(files),
         "shared metadata": (out / "ours" / ".metadata").exists(),
         "wrong": loaded_wrong(out / "ours", small_state(rank), small_state(rank)),
-    }
-
-
-def _rank_blobs(path: Path, name: str) -> dict[str, bytes]:
-    metadata: Metadata = pickle.loads((path / name).read_bytes())
-    return {
-        index.fqn: (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-        for index, info in metadata.storage_data.items()
     }
 
 
@@ -285,15 +262,10 @@ def fsdp(out: Path) -> dict[str, Any]:
     whole = _whole(state)
     if dist.get_rank() == 0:
         torch.save(whole, out / "whole.pt")
+    dcp.save(state, storage_writer=FileSystemWriter(out / "stock"))
     with AsyncCallsQueue() as queue:
         schedule(queue, out / "checkpoint", state)
         _step(model, optimizer)
-    stock_model, stock_optimizer = _sharded_model(seed=1)
-    _step(stock_model, stock_optimizer)
-    dcp.save(
-        _training_state(stock_model, stock_optimizer),
-        storage_writer=FileSystemWriter(out / "stock"),
-    )
     other_model, other_optimizer = _sharded_model(seed=2)
     loaded = _training_state(other_model, other_optimizer)
     dcp.load(loaded, checkpoint_id=out / "checkpoint")

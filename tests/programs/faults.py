@@ -246,11 +246,10 @@ def save_now(path: Path, seed: int) -> None:
     dcp.save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
 
 
-def save_async(path: Path, seed: int, staging: StagingMode = "blocking", **options: Any) -> None:
+def save_async(path: Path, seed: int) -> None:
     """One save with ``dcp.async_save``."""
-    writer = FileSystemWriterAsync(path, staging=staging)
-    saving: Any = dcp.async_save(rank_state(seed), storage_writer=writer, **options)
-    getattr(saving, "upload_completion", saving).result(60)
+    saving: Any = dcp.async_save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
+    saving.result(60)
 
 
 def save_split(path: Path, seed: int) -> None:
@@ -368,10 +367,14 @@ def no_memory() -> Iterator[None]:
 
 def memory_scene(path: Path, staging: StagingMode, planner: type[SavePlanner]) -> Report:
     """``dcp.async_save`` for which rank 1 has no memory; only tensors are looked at."""
+    writer = FileSystemWriterAsync(path, staging=staging)
 
     def save(seed: int) -> None:
         # With an id of its own, DCP resets the writer between staging and writing.
-        save_async(path, seed, staging, checkpoint_id=path, planner=planner())
+        saving: Any = dcp.async_save(
+            rank_state(seed), checkpoint_id=path, storage_writer=writer, planner=planner()
+        )
+        getattr(saving, "upload_completion", saving).result(60)
 
     def loads(seed: int) -> bool:
         return loaded_wrong(path, tensors_of(rank_state(seed)), tensors_of(rank_state(-1))) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,9 @@ from support.faults import Fault, inject
 
 def the_slowest_rank_is_named_on_all_ranks(out: Path) -> dict[str, Any]:
     """The second rank's device takes half a second more."""
-    lines: list[logging.LogRecord] = []
-
-    class Collecting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record)
-
-    logging.getLogger("nostall").addHandler(Collecting())
-    logging.getLogger("nostall").setLevel(logging.INFO)
+    logger, lines = logging.getLogger("nostall"), io.StringIO()
+    logger.addHandler(logging.StreamHandler(lines))
+    logger.setLevel(logging.INFO)
     writer = FileSystemWriterAsync(out / "save")
     faults = [Fault.delay("fsync", 0.5)] if dist.get_rank() == 1 else []
     with inject(*faults), AsyncCallsQueue() as queue:
@@ -33,4 +29,8 @@ def the_slowest_rank_is_named_on_all_ranks(out: Path) -> dict[str, Any]:
         finalize = [lambda: save_state_dict_async_finalize(*planned)]
         queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn))
     assert writer.stats is not None
-    return {"rank": dist.get_rank(), "slowest": writer.stats.slowest_rank, "lines": len(lines)}
+    return {
+        "rank": dist.get_rank(),
+        "slowest": writer.stats.slowest_rank,
+        "lines": lines.getvalue().count("\n"),
+    }

@@ -28,16 +28,8 @@ from support.ranks import run_ranks
 
 PACKAGE = Path(nostall.__file__).parent
 OF_OTHERS = {
-    "_asdict",
-    "_codecs",
-    "_compat_pickle",
-    "_exit",
-    "_fields",
-    "_replace",
-    "_exit_function",
-    "_local_shards",
-    "_sh_ten",
-    "_shutdown",
+    *("_asdict", "_codecs", "_compat_pickle", "_exit", "_exit_function", "_fields"),
+    *("_local_shards", "_replace", "_sh_ten", "_shutdown"),
 }
 """Private names of the standard library's."""
 ADAPTERS = PACKAGE / "integrations"
@@ -54,19 +46,14 @@ def is_private(name: str) -> bool:
 
 
 def own_names(tree: ast.AST) -> Iterator[str]:
-    """Names that a module defines: functions, classes, variables, and attributes of ``self``."""
+    """Names that a module defines: functions, classes, variables, and attributes that it sets."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-            and node.value.id == "self"
-        ):
-            yield node.attr
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr if ast.unparse(node.value) == "self" else ""
 
 
 def used_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
