@@ -29,8 +29,5 @@ def the_slowest_rank_is_named_on_all_ranks(out: Path) -> dict[str, Any]:
         finalize = [lambda: save_state_dict_async_finalize(*planned)]
         queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn))
     assert writer.stats is not None
-    return {
-        "rank": dist.get_rank(),
-        "slowest": writer.stats.slowest_rank,
-        "lines": lines.getvalue().count("\n"),
-    }
+    logged = lines.getvalue().count("\n")
+    return {"rank": dist.get_rank(), "slowest": writer.stats.slowest_rank, "lines": logged}

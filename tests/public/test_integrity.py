@@ -7,11 +7,10 @@ import io
 import json
 import os
 import pickle
-import shutil
-import subprocess
 import zlib
 from collections.abc import Callable
 from enum import Enum
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +36,6 @@ from nostall.errors import DamagedCheckpointError, OptionError, ReadError, Unkno
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import State
 from nostall.state_dict_saver import CheckpointMetadataCache
-from support import loaded
 from support.manifests import with_manifest_of
 from support.permissions import without_permission
 from support.states import read_metadata, schedule, small_state
@@ -50,10 +48,13 @@ def by_queue(path: Path, state: dict[str, Any], **options: Any) -> None:
 
 
 def by_save(
-    path: Path, state: dict[str, Any], planner: SavePlanner | None = None, **options: Any
+    path: Path,
+    state: dict[str, Any],
+    planner: SavePlanner | None = None,
+    kind: type[dcp.FileSystemWriter] = FileSystemWriterAsync,
+    **options: Any,
 ) -> None:
-    writer = FileSystemWriterAsync(path, **options)
-    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    dcp.save(state, storage_writer=kind(path, **options), planner=planner, no_dist=True)
 
 
 def by_async_save(
@@ -64,11 +65,8 @@ def by_async_save(
     saved.result(60)
 
 
-def by_stock(
-    path: Path, state: dict[str, Any], planner: SavePlanner | None = None, **options: Any
-) -> None:
-    writer = dcp.FileSystemWriter(path, **options)
-    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+def by_stock(path: Path, state: dict[str, Any], **options: Any) -> None:
+    by_save(path, state, kind=dcp.FileSystemWriter, **options)
 
 
 WAYS = [by_queue, by_save, by_async_save, by_stock]
@@ -82,33 +80,29 @@ def state_of(seed: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_was_saved_is_found_to_be_whole(tmp_path: Path, way: Way) -> None:
-    """However it was saved, by stock, too."""
-    way(tmp_path / "save", state_of(), thread_count=3)
-    found = nostall.verify(tmp_path / "save")
+    """However it was saved, by stock, too; nostall's manifest has the CRC-32 of other tools."""
+    path = tmp_path / "save"
+    way(path, state_of(), thread_count=3)
+    told: list[tuple[int, int]] = []
+    found = nostall.verify(path, progress=lambda done, total: told.append((done, total)))
     assert found.ok
     assert found.unchecked == ()
-    assert found.items == len(dcp.FileSystemReader(tmp_path / "save").read_metadata().storage_data)
+    assert found.items == len(dcp.FileSystemReader(path).read_metadata().storage_data)
     assert found.files == 3
-    assert found.has_manifest is (way is not by_stock)
-    assert nostall.is_complete(tmp_path / "save")
-    assert nostall.is_complete(tmp_path / "save", deep=True)
-    assert nostall.latest_complete(tmp_path) == str(tmp_path / "save")
-
-
-@pytest.mark.parametrize("way", [by_queue, by_save, by_async_save])
-def test_the_manifest_says_what_the_files_are(tmp_path: Path, way: Way) -> None:
-    """Size and CRC-32 of each, as other tools compute them; stock reads the metadata before it."""
-    way(tmp_path, state_of(), thread_count=2)
-    _, manifest = split((tmp_path / ".metadata").read_bytes(), path="")
-    assert manifest is not None
-    with open(tmp_path / ".metadata", "rb") as stream:
-        assert manifest_alone(stream) == manifest
-    sums = {file.name: (file.nbytes, file.crc32) for file in manifest.files}
-    contents = {file.name: file.read_bytes() for file in tmp_path.glob("*.distcp")}
-    assert sums == {name: (len(content), zlib.crc32(content)) for name, content in contents.items()}
-    loaded = {"large": torch.zeros(100_000)}
-    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
-    assert torch.equal(loaded["large"], state_of()["large"])
+    assert nostall.is_complete(path)
+    assert nostall.is_complete(path, deep=True)
+    assert nostall.latest_complete(tmp_path) == str(path)
+    contents = {file.name: file.read_bytes() for file in path.glob("*.distcp")}
+    nbytes = sum(map(len, contents.values()))
+    assert told == sorted(told)
+    assert told[-1] == (nbytes, nbytes)
+    _, manifest = split((path / ".metadata").read_bytes(), path="")
+    assert found.has_manifest is (manifest is not None) is (way is not by_stock)
+    if manifest is not None:
+        with open(path / ".metadata", "rb") as stream:
+            assert manifest_alone(stream) == manifest
+        sums = {file.name: (file.nbytes, file.crc32) for file in manifest.files}
+        assert sums == {name: (len(each), zlib.crc32(each)) for name, each in contents.items()}
 
 
 def test_every_save_of_a_known_structure_has_its_own_manifest(tmp_path: Path) -> None:
@@ -169,7 +163,10 @@ def test_no_bit_of_a_checkpoint_with_a_manifest_can_flip_unseen(
 
 
 def test_no_bit_of_the_metadata_can_flip_unseen(tmp_path: Path) -> None:
-    """Every single one of the pickle, of the manifest, and of what the manifest is found by."""
+    """Of the pickle, of the manifest, and of what the manifest is found by; nor can an end go.
+
+    But exactly behind the pickle it is a checkpoint without a manifest.
+    """
     by_queue(tmp_path, {"a": torch.ones(3)})
     content = (tmp_path / ".metadata").read_bytes()
     for at in range(len(content)):
@@ -177,60 +174,45 @@ def test_no_bit_of_the_metadata_can_flip_unseen(tmp_path: Path) -> None:
         damaged[at] ^= 1 << at % 8
         with pytest.raises(DamagedCheckpointError):
             split(bytes(damaged), path="")
+    pickled, _ = split(content, path="")
+    for end in range(len(pickled) + 1, len(content)):
+        with pytest.raises(DamagedCheckpointError):
+            split(content[:end], path="")
+        assert manifest_alone(io.BytesIO(content[:end])) is None
+    assert split(pickled, path="") == (pickled, None)
+    assert manifest_alone(io.BytesIO(pickled)) is None
 
 
-def cut_off(path: Path) -> str:
-    os.truncate(path / "__0_1.distcp", (path / "__0_1.distcp").stat().st_size - 1)
-    return "__0_1.distcp"
+def made_a_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
 
 
-def emptied(path: Path) -> str:
-    os.truncate(path / "__0_0.distcp", 0)
-    return "__0_0.distcp"
+def cut_off(file: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
 
 
-def removed(path: Path) -> str:
-    (path / "__0_1.distcp").unlink()
-    return "__0_1.distcp"
-
-
-def made_a_directory(path: Path) -> str:
-    (path / "__0_1.distcp").unlink()
-    (path / "__0_1.distcp").mkdir()
-    return "__0_1.distcp"
-
-
-def metadata_cut_off(path: Path) -> str:
-    os.truncate(path / ".metadata", 100)
-    return ".metadata"
-
-
-def metadata_emptied(path: Path) -> str:
-    os.truncate(path / ".metadata", 0)
-    return ".metadata"
+def emptied(file: Path) -> None:
+    os.truncate(file, 0)
 
 
 @pytest.mark.parametrize("way", [by_queue, by_stock])
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "name"),
     [
-        cut_off,
-        emptied,
-        removed,
-        made_a_directory,
-        metadata_cut_off,
-        metadata_emptied,
+        *product((cut_off, emptied, Path.unlink, made_a_directory), ["__0_1.distcp"]),
+        *product((cut_off, emptied), [".metadata"]),
     ],
 )
 def test_what_is_missing_is_named_and_not_complete(
-    tmp_path: Path, way: Way, damage: Callable[[Path], str]
+    tmp_path: Path, way: Way, damage: Callable[[Path], None], name: str
 ) -> None:
     """At a glance, without reading what is there."""
     way(tmp_path / "old", state_of(), thread_count=2)
     way(tmp_path / "new", state_of(), thread_count=2)
-    file = damage(tmp_path / "new")
+    damage(tmp_path / "new" / name)
     found = nostall.verify(tmp_path / "new")
-    assert [each.file for each in found.damages] == [file]
+    assert [each.file for each in found.damages] == [name]
     assert not nostall.is_complete(tmp_path / "new")
     assert nostall.latest_complete(tmp_path) == str(tmp_path / "old")
 
@@ -245,15 +227,6 @@ def test_files_that_were_exchanged_are_both_named(tmp_path: Path) -> None:
     other.rename(one)
     (tmp_path / "third").rename(other)
     assert {damage.file for damage in nostall.verify(tmp_path).damages} == {one.name, other.name}
-
-
-def test_metadata_of_another_save_is_found(tmp_path: Path) -> None:
-    """The metadata of a save of an equal structure with other values makes the shard damaged."""
-    for number in range(2):
-        by_queue(tmp_path / f"{number}", state_of(number))
-    shutil.copy(tmp_path / "0" / ".metadata", tmp_path / "1" / ".metadata")
-    (damage,) = nostall.verify(tmp_path / "1").damages
-    assert damage.file == "__0_0.distcp"
 
 
 def test_checksums_that_were_switched_off_are_no_damage(tmp_path: Path) -> None:
@@ -280,46 +253,19 @@ def test_latest_is_what_was_committed_last(tmp_path: Path) -> None:
 def test_the_command_says_what_is_wrong_and_exits_accordingly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit status says what was found.
-
-    0 for a checkpoint that is whole, 1 for one that is not, 2 for wrong arguments, 3 where there is
-    none, 4 for one of which that cannot be said.
-    """
-    by_queue(tmp_path / "save", state_of(), thread_count=2)
-    assert main(["verify", str(tmp_path / "save")]) == 0
-    assert "as it was written" in capsys.readouterr().out
-    file = cut_off(tmp_path / "save")
-    damaged = subprocess.run(
-        [*loaded.python(), "-m", "nostall", "verify", str(tmp_path / "save")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (damaged.returncode, loaded.errors_of(damaged)) == (1, "")
-    assert f"damaged: {file}: has " in damaged.stdout
-    assert main(["verify", str(tmp_path / "save"), "--json"]) == 1
-    plain = json.loads(capsys.readouterr().out)
-    assert (plain["ok"], plain["state"]) == (False, "damaged")
-    assert plain["damages"][0]["file"] == file
-    assert main(["verify", str(tmp_path / "nothing")]) == 3
-    assert "no such directory" in capsys.readouterr().err
+    """1 for a checkpoint that is damaged or cannot be read, 4 if nothing can be said of it."""
     by_stock(tmp_path / "other", small_state(), planner=PlannerOfOwn())
     assert main(["verify", str(tmp_path / "other")]) == 4
     assert "NOT UNDERSTOOD" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        main(["verify"])
-    assert ended.value.code == 2
-
-
-def test_progress_reaches_the_end(tmp_path: Path) -> None:
-    """Bytes read never exceed bytes to read, and are all of them in the end."""
-    by_queue(tmp_path, state_of(), thread_count=3)
-    told: list[tuple[int, int]] = []
-    nostall.verify(tmp_path, progress=lambda done, total: told.append((done, total)))
-    nbytes = sum(file.stat().st_size for file in tmp_path.glob("*.distcp"))
-    assert told[-1] == (nbytes, nbytes)
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    by_queue(tmp_path / "save", small_state())
+    with without_permission(tmp_path / "save" / ".metadata"):
+        assert main(["verify", str(tmp_path / "save")]) == 1
+    shown = capsys.readouterr().out
+    assert "unreadable: .metadata: cannot be read: Permission denied" in shown
+    assert "damaged" not in shown.lower()
+    cut_off(tmp_path / "save" / "__0_0.distcp")
+    assert main(["verify", str(tmp_path / "save")]) == 1
+    assert "damaged: __0_0.distcp: has " in capsys.readouterr().out
 
 
 # --- hostile metadata and manifests ---------------------------------------------------------------
@@ -381,53 +327,6 @@ def test_an_item_without_a_place_is_damage(tmp_path: Path, way: Way) -> None:
     assert "'weight'" in damage.what
 
 
-def poisoned(metadata: bytes, target: type, name: str) -> bytes:
-    """Pickled metadata that first sets an attribute of a class."""
-    build = (
-        pickle.GLOBAL
-        + f"{target.__module__}\n{target.__qualname__}\n".encode()
-        + pickle.NONE
-        + pickle.dumps({name: 7}, protocol=3)[2:-1]
-        + pickle.TUPLE2
-        + pickle.BUILD
-    )
-    return metadata[:2] + build + metadata[2:]
-
-
-@pytest.mark.parametrize("name", ["is_dir", "a_new_one"])
-def test_a_pickle_cannot_change_classes_for_the_whole_process(tmp_path: Path, name: str) -> None:
-    """It is refused, and nothing is set."""
-    by_stock(tmp_path, small_state())
-    metadata = tmp_path / ".metadata"
-    before = dict(vars(type(metadata)))
-    metadata.write_bytes(poisoned(metadata.read_bytes(), type(metadata), name))
-    found = nostall.verify(tmp_path)
-    assert (found.ok, found.state, found.damages) == (False, State.NOT_UNDERSTOOD, ())
-    assert "state for a function" in (found.note or "")
-    assert dict(vars(type(metadata))) == before
-
-
-def overwrite(path: Path, *names: str) -> None:
-    """Put zeros in place of items."""
-    for index, info in read_metadata(path).storage_data.items():
-        if index.fqn in names:
-            with open(path / info.relative_path, "r+b") as stream:
-                stream.seek(info.offset)
-                stream.write(bytes(info.length))
-
-
-@pytest.mark.parametrize("names", ["ab", "b"])
-def test_a_tensor_that_was_overwritten_is_damage(tmp_path: Path, names: str) -> None:
-    """Also if no file holds anything like what was written, as after the loss of a disk."""
-    path = tmp_path / "save"
-    by_stock(path, {"a": torch.ones(50), "b": torch.ones(60)})
-    overwrite(path, *names)
-    (damage,) = nostall.verify(path).damages
-    assert damage.items == tuple(names)
-    assert not nostall.is_complete(path, deep=True)
-    assert nostall.latest_complete(tmp_path, deep=True) is None
-
-
 class PlannerOfTexts(DefaultSavePlanner):
     """Writes objects as JSON, as planners of frameworks may."""
 
@@ -438,15 +337,27 @@ class PlannerOfTexts(DefaultSavePlanner):
         return io.BytesIO(json.dumps(self.state_dict[write_item.index.fqn]).encode())
 
 
+@pytest.mark.parametrize("names", [{"a", "b", "step"}, {"b"}, {"step"}])
+def test_an_item_that_was_overwritten_is_damage(tmp_path: Path, names: set[str]) -> None:
+    """Also if no file holds anything like what was written, as after the loss of a disk."""
+    path = tmp_path / "save"
+    by_stock(path, {"a": torch.ones(50), "b": torch.ones(60), "step": 7})
+    for index, info in read_metadata(path).storage_data.items():
+        if index.fqn in names:
+            with open(path / info.relative_path, "r+b") as stream:
+                stream.seek(info.offset)
+                stream.write(bytes(info.length))
+    (damage,) = nostall.verify(path).damages
+    assert set(damage.items) == names
+    assert not nostall.is_complete(path, deep=True)
+    assert nostall.latest_complete(tmp_path, deep=True) is None
+
+
 def test_an_object_in_another_form_has_no_checksum(tmp_path: Path) -> None:
-    """That is not damage; an archive that was overwritten is."""
-    by_stock(tmp_path / "texts", {"step": 7}, planner=PlannerOfTexts())
-    texts = nostall.verify(tmp_path / "texts")
+    """That is not damage."""
+    by_stock(tmp_path, {"step": 7}, planner=PlannerOfTexts())
+    texts = nostall.verify(tmp_path)
     assert (texts.ok, texts.damages, texts.unchecked) == (True, (), ("step",))
-    by_stock(tmp_path / "zeros", {"a": torch.ones(50), "step": 7})
-    overwrite(tmp_path / "zeros", "step")
-    (damage,) = nostall.verify(tmp_path / "zeros").damages
-    assert damage.items == ("step",)
 
 
 # --- metadata of others ---------------------------------------------------------------------------
@@ -468,44 +379,36 @@ class PlannerOfOwn(DefaultSavePlanner):
         return plans, metadata
 
 
-def planner_of_own(monkeypatch: pytest.MonkeyPatch) -> DefaultSavePlanner:
-    return PlannerOfOwn()
-
-
-def planner_that_keeps_keys(monkeypatch: pytest.MonkeyPatch) -> DefaultSavePlanner:
+def keeping_keys() -> DefaultSavePlanner:
     return DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
-def planner_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> DefaultSavePlanner:
-    pickled: Any = TensorProperties.__getstate__
-    monkeypatch.setattr(
-        TensorProperties, "__getstate__", lambda properties: (*pickled(properties), (), (), ())
-    )
-    return DefaultSavePlanner()
-
-
-MakePlanner = Callable[[pytest.MonkeyPatch], DefaultSavePlanner]
-OTHERS: list[tuple[MakePlanner, dict[Any, Any]]] = [
-    (planner_of_own, {"a": torch.ones(4), "nested": {1: {2: torch.ones(3)}}}),
-    (planner_of_a_newer_torch, {"a": torch.ones(4), "step": 3}),
-    (planner_that_keeps_keys, {0: torch.ones(4), 7: 5}),
-    (planner_that_keeps_keys, {("a", 1): torch.ones(4)}),
-    (planner_that_keeps_keys, {None: torch.ones(3), 1.5: 2}),
+OTHERS: list[tuple[Callable[[], DefaultSavePlanner], dict[Any, Any]]] = [
+    (PlannerOfOwn, {"a": torch.ones(4), "nested": {1: {2: torch.ones(3)}}}),
+    (DefaultSavePlanner, {"a": torch.ones(4), "step": 3}),
+    (keeping_keys, {0: torch.ones(4), 7: 5}),
+    (keeping_keys, {("a", 1): torch.ones(4)}),
+    (keeping_keys, {None: torch.ones(3), 1.5: 2}),
 ]
 
 
-@pytest.mark.parametrize(("make_planner", "state"), OTHERS)
+@pytest.mark.parametrize(("planner", "state"), OTHERS)
 @pytest.mark.parametrize("way", [by_queue, by_save, by_async_save])
 def test_what_was_committed_is_never_denied(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     way: Way,
-    make_planner: MakePlanner,
+    planner: Callable[[], DefaultSavePlanner],
     state: dict[Any, Any],
 ) -> None:
     """Whatever a planner puts into the metadata, whatever keys are, whatever torch has saved it."""
+    if planner is DefaultSavePlanner:  # as a newer torch pickles
+        pickled: Any = TensorProperties.__getstate__
+        monkeypatch.setattr(
+            TensorProperties, "__getstate__", lambda properties: (*pickled(properties), (), (), ())
+        )
     path = tmp_path / "save"
-    way(path, state, planner=make_planner(monkeypatch))
+    way(path, state, planner=planner())
     assert nostall.is_complete(path)
     assert nostall.is_complete(path, deep=True)
     assert nostall.latest_complete(tmp_path) == str(path)
@@ -616,7 +519,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(tmp_path: Path) 
 
 
 def test_where_there_is_none_is_not_damage(tmp_path: Path) -> None:
-    """No directory, none that a save was committed to, or a file."""
+    """No directory, none that a save was committed to, or a file, which has no latest, either."""
     by_queue(tmp_path / "uncommitted", small_state())
     (tmp_path / "uncommitted" / ".metadata").unlink()
     (tmp_path / "file").touch()
@@ -626,15 +529,21 @@ def test_where_there_is_none_is_not_damage(tmp_path: Path) -> None:
         assert "no checkpoint was committed here" in (found.note or "")
         assert not nostall.is_complete(tmp_path / name)
         assert not nostall.is_complete(tmp_path / name, deep=True)
-
-
-def test_the_latest_in_a_file_is_a_typed_error(tmp_path: Path) -> None:
-    """With the path and what to pass instead; where there is nothing there is no checkpoint."""
-    (tmp_path / "file").touch()
+    assert nostall.latest_complete(tmp_path / "nothing") is None
     with pytest.raises(ReadError, match="Not a directory") as caught:
         nostall.latest_complete(tmp_path / "file")
     assert (caught.value.path, caught.value.errno) == (str(tmp_path / "file"), errno.ENOTDIR)
-    assert nostall.latest_complete(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("look", [nostall.verify, nostall.is_complete, nostall.latest_complete])
+def test_an_unknown_store_or_nothing_does_not_look_like_an_empty_directory(
+    look: Callable[[str], Any],
+) -> None:
+    """A job that finds no checkpoint starts from scratch."""
+    with pytest.raises(OptionError, match=r"nowhere:// are not supported"):
+        look("nowhere://bucket/checkpoints")
+    with pytest.raises(OptionError, match="the checkpoint path is empty"):
+        look("")
 
 
 def test_newer_checkpoints_that_are_passed_over_are_named(
@@ -643,25 +552,11 @@ def test_newer_checkpoints_that_are_passed_over_are_named(
     """Also if it is their metadata that is damaged."""
     for name in ("1", "2", "3"):
         by_queue(tmp_path / name, small_state())
-    metadata_cut_off(tmp_path / "3")
-    removed_file = tmp_path / "2" / "__0_0.distcp"
-    removed_file.unlink()
+    cut_off(tmp_path / "3" / ".metadata")
+    (tmp_path / "2" / "__0_0.distcp").unlink()
     with caplog.at_level("WARNING", "nostall"):
         assert nostall.latest_complete(tmp_path) == str(tmp_path / "1")
-    assert [str(tmp_path / "3") in caplog.text, str(tmp_path / "2") in caplog.text] == [True, True]
-
-
-def test_metadata_that_ends_within_the_manifest_is_damaged(tmp_path: Path) -> None:
-    """Wherever; but exactly behind the pickle it is a checkpoint without one."""
-    by_queue(tmp_path, {"a": torch.ones(3)})
-    content = (tmp_path / ".metadata").read_bytes()
-    pickled, _ = split(content, path="")
-    for end in range(len(pickled) + 1, len(content)):
-        with pytest.raises(DamagedCheckpointError):
-            split(content[:end], path="")
-        assert manifest_alone(io.BytesIO(content[:end])) is None
-    assert split(pickled, path="") == (pickled, None)
-    assert manifest_alone(io.BytesIO(pickled)) is None
+    assert [str(tmp_path / name) in caplog.text for name in "23"] == [True, True]
 
 
 @pytest.mark.parametrize("operation", ["stat", "open"])
@@ -703,10 +598,7 @@ def test_a_file_that_another_host_has_just_made_is_not_missing(
 
 @pytest.mark.parametrize("hidden", ["new", "new/.metadata"])
 def test_what_may_not_be_read_is_not_denied(
-    tmp_path: Path,
-    hidden: str,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, hidden: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not damage, and no reason to start from scratch; an older one is taken with a warning."""
     for path in ("one/new", "two/old", "two/new"):
@@ -718,13 +610,6 @@ def test_what_may_not_be_read_is_not_denied(
         assert caught.value.hint == "give this user the right to read it"
         found = nostall.verify(tmp_path / "one" / "new")
         assert (found.ok, found.state) == (False, State.UNREADABLE)
-        assert main(["latest", str(tmp_path / "one")]) == 1
-        assert main(["verify", str(tmp_path / "one" / "new")]) == 1
-        assert main(["ls", str(tmp_path / "one")]) == 0
-    printed = capsys.readouterr()
-    assert "unreadable: .metadata: cannot be read: Permission denied" in printed.out
-    assert "damaged" not in printed.out.lower() + printed.err.lower()
-    assert printed.out.count("unreadable ") >= 1
     with without_permission(tmp_path / "two" / hidden), caplog.at_level("WARNING", "nostall"):
         assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "old")
     assert f"skipped {tmp_path / 'two' / 'new'}: the checkpoint cannot be read" in caplog.text
@@ -746,13 +631,6 @@ def test_a_shard_that_may_not_be_read_is_not_damage(tmp_path: Path) -> None:
     second.unlink()
     with without_permission(first):
         assert nostall.verify(tmp_path / "new").state is State.DAMAGED
-
-
-@pytest.mark.parametrize("look", [nostall.verify, nostall.is_complete, nostall.latest_complete])
-def test_an_unknown_store_does_not_look_like_an_empty_directory(look: Callable[[str], Any]) -> None:
-    """A job that finds no checkpoint starts from scratch."""
-    with pytest.raises(OptionError, match=r"nowhere:// are not supported"):
-        look("nowhere://bucket/checkpoints")
 
 
 def test_a_root_that_is_a_checkpoint_itself_is_refused(tmp_path: Path) -> None:
@@ -777,10 +655,3 @@ def test_a_root_that_storage_does_not_tell_about_is_no_checkpoint(tmp_path: Path
         nostall.latest_complete(tmp_path)
     (tmp_path / ".metadata").mkdir()
     assert nostall.latest_complete(tmp_path) is None
-
-
-@pytest.mark.parametrize("look", [nostall.latest_complete, nostall.is_complete, nostall.verify])
-def test_an_empty_path_is_refused(look: Callable[[str], object]) -> None:
-    """It is a variable that was not set."""
-    with pytest.raises(OptionError, match="the checkpoint path is empty"):
-        look("")
