@@ -23,6 +23,7 @@ from support import loaded
 from support.ranks import run_ranks
 
 Found = dict[str, dict[str, Any]]
+RANKS = 8
 SMALL = ("--mib", "1", "--rounds", "1", "--json", "found.json")
 
 
@@ -42,24 +43,49 @@ def saved(*contenders: Contender, limits: Callable[[], dict[str, float]] = dict)
     return measure_saves(saves, contenders, rounds=3, limits=limits)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("shape", "names"), [("large", "*"), ("many", "*planned once,dcp.save")])
-def test_every_contender_saves_what_it_is_given(shape: str, names: str) -> None:
-    """Each that can take part is measured and verified, and the limits as often."""
-    assert (
-        main(["saves", *SMALL, "--shape", shape, "--contenders", names, "--memory-saves", "0"]) == 0
-    )
+def measured(*command: str) -> Found:
+    """Each contender that a command measures and verifies, in one round, and the limits as often."""
+    assert main([*command, *SMALL]) == 0
     found, contenders = stored()
-    assert len(contenders) == (11 if shape == "large" else 3)
+    assert {len(each) for each in found["limits"]["samples"].values()} <= {1}
+    for row in contenders.values():
+        assert row["status"] in ("in", "not available"), row["why"]
+        assert {len(each) for each in row["samples"].values()} <= {1}
+    return contenders
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "names", "count"), [("large", "*", 11), ("many", "*planned once,dcp.save", 3)]
+)
+def test_every_contender_saves_what_it_is_given(shape: str, names: str, count: int) -> None:
+    """Each that can take part is measured and verified, and nothing is left."""
+    options = ("--shape", shape, "--contenders", names, "--memory-saves", "0")
+    contenders = measured("saves", *options)
+    assert len(contenders) == count
     for name, row in contenders.items():
         assert row["status"] == ("not available" if name == "nvrx" else "in"), row["why"]
         if row["status"] == "in":
-            assert {column.figure for column in COLUMNS} - {"memory_nbytes"} <= row[
-                "samples"
-            ].keys()
-            assert len(row["samples"]["durable_s"]) == 1
-    assert {len(each) for each in found["limits"]["samples"].values()} == {1}
+            figures = {column.figure for column in COLUMNS} - {"memory_nbytes"}
+            assert figures <= row["samples"].keys()
     assert [each.name for each in Path.cwd().iterdir()] == ["found.json"]
+
+
+@pytest.mark.slow
+def test_every_contender_loads_what_was_saved() -> None:
+    """Warm and cold."""
+    contenders = measured("loads")
+    assert list(contenders) == [each.name for each in load_contenders()]
+    for row in contenders.values():
+        assert row["status"] != "in" or row["samples"]["cold_s"]
+
+
+@pytest.mark.slow
+def test_fresh_processes_load_and_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By each way, and bring what was saved."""
+    monkeypatch.setattr("sys.executable", loaded.executable())
+    for row in measured("restart").values():
+        assert {"total_s", "load_s", "first_blocked_s"} <= row["samples"].keys()
 
 
 @pytest.mark.slow
@@ -148,18 +174,6 @@ def test_limits_are_measured_between_contenders_and_ratios_are_of_rounds() -> No
     assert Column("/ b", "durable_s", digits=2, over="b").cell(row, report) == "1.00 [0.75, 1.50]"
 
 
-@pytest.mark.slow
-def test_every_contender_loads_what_was_saved() -> None:
-    """Warm and cold."""
-    assert main(["loads", *SMALL]) == 0
-    found, contenders = stored()
-    assert list(contenders) == [each.name for each in load_contenders()]
-    for row in contenders.values():
-        assert row["status"] in ("in", "not available"), row["why"]
-        assert row["status"] != "in" or len(row["samples"]["cold_s"]) == 1
-    assert {len(each) for each in found["limits"]["samples"].values()} == {1}
-
-
 def test_a_load_that_fills_other_tensors_is_told() -> None:
     """The targets are what counts, not what the state dict holds afterwards."""
 
@@ -172,32 +186,21 @@ def test_a_load_that_fills_other_tensors_is_told() -> None:
     assert report.contenders[0].status == "WRONG"
 
 
-@pytest.mark.slow
-def test_fresh_processes_load_and_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By each way, and bring what was saved."""
-    monkeypatch.setattr("sys.executable", loaded.executable())
-    assert main(["restart", *SMALL]) == 0
-    _, contenders = stored()
-    for row in contenders.values():
-        assert {"total_s", "load_s", "first_blocked_s"} <= row["samples"].keys()
-
-
 def simulated(ranks: int, items: int) -> Found:
     options = ["--ranks", f"{ranks}", "--items", f"{items}", "--rounds", "1"]
     assert main(["ranks", *options, "--json", "found.json"]) == 0
     return stored()[1]
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_real_ranks_exchange_what_simulated_ones_do(tmp_path: Path, ranks: int) -> None:
+def test_real_ranks_exchange_what_simulated_ones_do(tmp_path: Path) -> None:
     """By ``dcp.save`` with both planners: collectives alike, and bytes within 15 %."""
-    counted = simulated(ranks, 50)
-    real = run_ranks(ranks, "simulated:exchanged", tmp_path / "real", "50")
+    counted = simulated(RANKS, 50)
+    real = run_ranks(RANKS, "simulated:exchanged", tmp_path / "real", "50")
     for way, by_save in real[0].items():
         for save, found in by_save.items():
             figures = counted[f"{way}, {save}"]["samples"]
             assert figures["collectives"] == [found["collectives"]]
-            up_nbytes = sum(each[way][save]["up"] for each in real) / ranks
+            up_nbytes = sum(each[way][save]["up"] for each in real) / RANKS
             assert figures["up_nbytes"] == [pytest.approx(up_nbytes, rel=0.15)]
             assert figures["down_nbytes"] == [pytest.approx(found["down"], rel=0.15)]
 
@@ -220,10 +223,7 @@ def test_every_caller_is_measured_in_the_steady_state() -> None:
     assert len(others) == 3
     for row in others:
         assert row["status"] == "in", row["why"]
-        assert {name: len(each) for name, each in row["samples"].items()} == {
-            "plan_s": 2,
-            "commit_s": 2,
-            "poll_s": 2,
-        }
+        figures = {name: len(each) for name, each in row["samples"].items()}
+        assert figures == {"plan_s": 2, "commit_s": 2, "poll_s": 2}
     is_there = find_spec("megatron") is not None
     assert megatron["status"] == ("in" if is_there else "not available"), megatron["why"]

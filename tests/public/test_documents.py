@@ -52,26 +52,30 @@ exec(compile(program, sys.argv[1], "exec"), scope)
 """
 
 
+def run_loaded(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program of a page in a directory."""
+    return subprocess.run(
+        [*loaded.python(), *arguments],
+        cwd=cwd,
+        # Threads that spin wait for busy cores.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": WARNINGS},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
 def test_the_programs_of_the_readme_run_and_resume(tmp_path: Path) -> None:
     """The first one is killed in step 90 and started again, with the second one behind it."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     script = tmp_path / "train.py"
     script.write_text("\n".join(blocks))
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*loaded.python(), "-W", "error", "-c", KILLED_IN_STEP_90, str(script), *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # threads that spin wait for busy cores
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-
-    killed = run("killed")
+    command = ("-W", "error", "-c", KILLED_IN_STEP_90, str(script))
+    killed = run_loaded(*command, "killed", cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    resumed = run()
+    resumed = run_loaded(*command, cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
     first = re.match(r"resumed from (\d+)\n", resumed.stdout)
     assert first is not None, resumed.stdout
@@ -224,15 +228,7 @@ assert all(torch.equal(each, held[key]) for key, each in saved.items())
 def test_the_tutorial_loads_in_a_new_process(ran: Path) -> None:
     """AdamW's moments are those that were saved, although the optimizer has not begun."""
     (loads, _) = code_blocks("tutorial.md", "Load it")
-    ended = subprocess.run(
-        [*loaded.python(), "-c", loads + LOOKS_AT_MOMENTS],
-        cwd=ran / "tutorial",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": WARNINGS},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    ended = run_loaded("-c", loads + LOOKS_AT_MOMENTS, cwd=ran / "tutorial")
     assert ended.returncode == 0, ended.stderr
 
 
@@ -245,18 +241,9 @@ def test_the_program_on_the_page_about_resuming_resumes_in_a_new_process(tmp_pat
     first = f"{definitions}\n{trains}\nprint(repr(expected), scheduler.last_epoch)"
     second = f"{definitions}\n{resumes}\nassert resume() == 1\n"
     second += "print(repr(train_step()), scheduler.last_epoch)"
-    shown = [
-        subprocess.run(
-            [*loaded.python(), "-c", program],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": WARNINGS},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=True,
-        ).stdout
-        for program in (first, second)
-    ]
+    ended = [run_loaded("-c", program, cwd=tmp_path) for program in (first, second)]
+    assert [each.returncode for each in ended] == [0, 0], ended
+    shown = [each.stdout for each in ended]
     assert shown[0] == shown[1]
     assert len(shown[0].split()) == 2
 
