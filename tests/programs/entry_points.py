@@ -10,15 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from nostall.core import AsyncCallsQueue, AsyncRequest
@@ -251,68 +248,6 @@ def without_collectives(out: Path, rank: int) -> dict[str, Any]:
     }
 
 
-# --- FSDP2 ----------------------------------------------------------------------------------------
-
-
-def fsdp(out: Path) -> dict[str, Any]:
-    """Train a sharded model, save it, train on, and load it into another one. Collective."""
-    model, optimizer = _sharded_model(seed=1)
-    _step(model, optimizer)
-    state = _training_state(model, optimizer)
-    whole = _whole(state)
-    if dist.get_rank() == 0:
-        torch.save(whole, out / "whole.pt")
-    dcp.save(state, storage_writer=FileSystemWriter(out / "stock"))
-    with AsyncCallsQueue() as queue:
-        schedule(queue, out / "checkpoint", state)
-        _step(model, optimizer)
-    other_model, other_optimizer = _sharded_model(seed=2)
-    loaded = _training_state(other_model, other_optimizer)
-    dcp.load(loaded, checkpoint_id=out / "checkpoint")
-    set_state_dict(
-        other_model,
-        other_optimizer,
-        model_state_dict=loaded["model"],
-        optim_state_dict=loaded["optimizer"],
-    )
-    return {
-        "trained on": differing(whole, _whole(_training_state(model, optimizer))) != [],
-        "same as stock": blobs(out / "checkpoint") == blobs(out / "stock"),
-        "wrong": differing(whole, _whole(_training_state(other_model, other_optimizer))),
-        "sharded": isinstance(loaded["model"]["0.weight"], DTensor),
-    }
-
-
-def _sharded_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(13, 7), nn.ReLU(), nn.Linear(7, 5))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(3, 13)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _whole(element) for key, element in value.items()}
-    if isinstance(value, list):
-        return [_whole(element) for element in value]
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
 # --- the program ----------------------------------------------------------------------------------
 
 
@@ -332,12 +267,10 @@ def everything(out: Path) -> dict[str, Any]:
             "same as stock": blobs(out / name) == stock,
             "wrong": loaded_wrong(out / name, make_state(), make_state()),
         }
-    planner_out = out / "own planner"
-    dcp.save(make_state(), storage_writer=FileSystemWriterAsync(planner_out / "plain"))
+    save(out / "own planner" / "plain", make_state())
     return {
         "routes": routes,
         "items": sorted({fqn for fqn, _ in stock}),
-        "own planner": own_planner(planner_out, make_state),
+        "own planner": own_planner(out / "own planner", make_state),
         "without collectives": without_collectives(out / "without collectives", dist.get_rank()),
-        "fsdp": fsdp(out),
     }

@@ -44,7 +44,7 @@ def saved(*contenders: Contender, limits: Callable[[], dict[str, float]] = dict)
 
 
 def measured(*command: str) -> Found:
-    """Each contender that a command measures and verifies, in one round, and the limits as often."""
+    """Contenders that a command measures and verifies, in one round, and the limits as often."""
     assert main([*command, *SMALL]) == 0
     found, contenders = stored()
     assert {len(each) for each in found["limits"]["samples"].values()} <= {1}

@@ -7,11 +7,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
-import sys
 import textwrap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -30,15 +30,13 @@ TESTED_ELSEWHERE = {
 }
 """Pages whose code needs more than nostall, or is tested beside what it documents."""
 ON_TWO_RANKS = {"howto-parallel", "tutorial-train"}
-WARNINGS = (
-    "error,ignore:torch.distributed is disabled,ignore:TypedStorage is deprecated"
-    ",ignore:Guards may run slower on Python 3.13.0"
+STRICT = (
+    *("-W", "error", "-W", "ignore:torch.distributed is disabled"),
+    *("-W", "ignore:TypedStorage is deprecated", "-W", "ignore:Guards may run slower on Python 3"),
 )
 """Filters for torch's warnings: on a single rank, in 2.9, and compiling on Python 3.13.0."""
-RUNNER = ROOT / "tests" / "support" / "page_main.py"
 KILLED_IN_STEP_90 = """
-import os, signal, sys, warnings
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # stock's own
+import os, signal, sys
 from torch.optim.optimizer import register_optimizer_step_post_hook
 program, scope, steps = open(sys.argv[1]).read(), {}, []
 def count(*_):
@@ -52,18 +50,32 @@ exec(compile(program, sys.argv[1], "exec"), scope)
 """
 
 
-def run_loaded(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a program of a page in a directory."""
-    return subprocess.run(
-        [*loaded.python(), *arguments],
-        cwd=cwd,
-        # Threads that spin wait for busy cores.
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": WARNINGS},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+def run(*arguments: str, cwd: Path, ranks: int = 1, status: int = 0) -> str:
+    """What rank 0 of a program prints; each rank has to end with a status."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that spin wait for busy cores
+    if ranks > 1:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            environment["MASTER_PORT"] = str(server.getsockname()[1])
+        environment["MASTER_ADDR"] = "127.0.0.1"
+        environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(ranks)
+    processes = [
+        subprocess.Popen(
+            [*loaded.python(), *STRICT, *arguments],
+            cwd=cwd,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        printed = [each.communicate(timeout=100)[0] for each in processes]
+    finally:
+        for each in processes:
+            each.kill()
+    assert [each.returncode for each in processes] == [status] * ranks, "\n".join(printed)
+    return printed[0]
 
 
 def test_the_programs_of_the_readme_run_and_resume(tmp_path: Path) -> None:
@@ -71,16 +83,12 @@ def test_the_programs_of_the_readme_run_and_resume(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     script = tmp_path / "train.py"
     script.write_text("\n".join(blocks))
-
-    command = ("-W", "error", "-c", KILLED_IN_STEP_90, str(script))
-    killed = run_loaded(*command, "killed", cwd=tmp_path)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    resumed = run_loaded(*command, cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
-    first = re.match(r"resumed from (\d+)\n", resumed.stdout)
-    assert first is not None, resumed.stdout
+    run("-c", KILLED_IN_STEP_90, str(script), "killed", cwd=tmp_path, status=-signal.SIGKILL)
+    resumed = run("-c", KILLED_IN_STEP_90, str(script), cwd=tmp_path)
+    first = re.match(r"resumed from (\d+)\n", resumed)
+    assert first is not None, resumed
     assert int(first[1]) in (60, 80)
-    assert "200]" in resumed.stdout  # the last step is there
+    assert "200]" in resumed  # the last step is there
     assert (tmp_path / "run" / "step-200" / ".metadata").exists()
 
 
@@ -166,52 +174,44 @@ def programs() -> dict[str, str]:
 PROGRAMS = programs()
 
 
-def ranks_of(program: str) -> int:
-    """The number of ranks that a program is for."""
-    return 2 if program in ON_TWO_RANKS else 1
+Pages = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory in which all programs were run, that of the tutorial twice."""
-    out = tmp_path_factory.mktemp("pages")
-    for name, code in PROGRAMS.items():
-        (out / f"{name}.py").write_text(code + "\n")
-    names = [*PROGRAMS, "tutorial-train"]
-    path = os.pathsep.join(filter(None, [str(ROOT / "tests"), os.environ.get("PYTHONPATH")]))
-    run = subprocess.run(
-        [sys.executable, str(RUNNER), *(f"{ranks_of(name)}:{name}.py" for name in names)],
-        cwd=out,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": path,
-            "PYTHONWARNINGS": WARNINGS,
-        },
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    return out
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which each program has one of its own."""
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="module")
+def ran(out: Path) -> Pages:
+    """What a program prints that is run once, or the second time that it is run."""
+
+    @cache
+    def run_program(program: str, time: int = 1) -> str:
+        (out / program).mkdir(exist_ok=True)
+        file = out / f"{program}.py"
+        file.write_text(PROGRAMS[program] + "\n")
+        ranks = 2 if program in ON_TWO_RANKS else 1
+        return run(str(file), cwd=out / program, ranks=ranks)
+
+    return run_program
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("program", sorted(PROGRAMS))
-def test_code_on_the_pages_runs(program: str, ran: Path) -> None:
+def test_code_on_the_pages_runs(program: str, ran: Pages) -> None:
     """Every Python block of the documentation runs, after the blocks before it on its page."""
-    for rank in range(ranks_of(program)):
-        log = (ran / f"{program}.{rank}.log").read_text()
-        assert (ran / f"{program}.{rank}.status").read_text() == "0", log
+    ran(program)
 
 
 @pytest.mark.slow
-def test_the_program_of_the_tutorial_resumes(ran: Path) -> None:
+def test_the_program_of_the_tutorial_resumes(ran: Pages) -> None:
     """Started again, it continues where it ended, and prints what the page shows."""
     shown = re.findall(r"^steps .*", (DOCS / "tutorial.md").read_text(), re.MULTILINE)
-    log = (ran / "tutorial-train.0.log").read_text().splitlines()
-    assert [line for line in log if not line.startswith("[Gloo]")] == shown  # torch 2.9's own lines
+    printed = ran("tutorial-train") + ran("tutorial-train", 2)
+    lines = printed.splitlines()
+    assert [line for line in lines if not line.startswith("[Gloo]")] == shown  # torch 2.9's own
 
 
 LOOKS_AT_MOMENTS = """
@@ -225,11 +225,11 @@ assert all(torch.equal(each, held[key]) for key, each in saved.items())
 
 
 @pytest.mark.slow
-def test_the_tutorial_loads_in_a_new_process(ran: Path) -> None:
+def test_the_tutorial_loads_in_a_new_process(out: Path, ran: Pages) -> None:
     """AdamW's moments are those that were saved, although the optimizer has not begun."""
     (loads, _) = code_blocks("tutorial.md", "Load it")
-    ended = run_loaded("-c", loads + LOOKS_AT_MOMENTS, cwd=ran / "tutorial")
-    assert ended.returncode == 0, ended.stderr
+    ran("tutorial")
+    run("-c", loads + LOOKS_AT_MOMENTS, cwd=out / "tutorial")
 
 
 @pytest.mark.slow
@@ -241,20 +241,18 @@ def test_the_program_on_the_page_about_resuming_resumes_in_a_new_process(tmp_pat
     first = f"{definitions}\n{trains}\nprint(repr(expected), scheduler.last_epoch)"
     second = f"{definitions}\n{resumes}\nassert resume() == 1\n"
     second += "print(repr(train_step()), scheduler.last_epoch)"
-    ended = [run_loaded("-c", program, cwd=tmp_path) for program in (first, second)]
-    assert [each.returncode for each in ended] == [0, 0], ended
-    shown = [each.stdout for each in ended]
+    shown = [run("-c", program, cwd=tmp_path) for program in (first, second)]
     assert shown[0] == shown[1]
     assert len(shown[0].split()) == 2
 
 
 @pytest.mark.slow
-def test_what_the_format_page_shows_is_what_it_prints(ran: Path) -> None:
+def test_what_the_format_page_shows_is_what_it_prints(ran: Pages) -> None:
     """docs/format.md names the files of a real checkpoint and the parts of its manifest."""
     (shown,) = re.findall(
         r"It prints\n\n```text\n(.*?)```", (DOCS / "format.md").read_text(), re.DOTALL
     )
-    assert (ran / "format.0.log").read_text() == shown
+    assert ran("format") == shown
 
 
 def test_the_manifest_on_the_format_page_is_consistent() -> None:

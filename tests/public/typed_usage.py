@@ -32,23 +32,15 @@ from nostall.stats import SaveStats
 STATE = {"weight": torch.zeros(1)}
 
 
-def synchronous_and_asynchronous(path: Path) -> None:
+def saves(path: Path) -> None:
     dcp.save(STATE, storage_writer=nostall.FileSystemWriterAsync(path, thread_count=2))
-    writer = FileSystemWriterAsync(path, staging="overlapped")
-    dcp.async_save(STATE, storage_writer=writer, async_stager=writer)
-    assert_type(writer.wait_staged(timeout=1.0), None)
-    assert_type(writer.stats, SaveStats | None)
-
-
-def futures(path: Path) -> None:
     future = dcp.async_save(STATE, storage_writer=FileSystemWriterAsync(path))
     assert isinstance(future, Future)
-    future.result()
     writer = FileSystemWriterAsync(path, staging="overlapped")
     response = dcp.async_save(STATE, storage_writer=writer, async_stager=writer)
     assert isinstance(response, AsyncSaveResponse)
-    response.staging_completion.result()
-    response.upload_completion.result()
+    assert_type(writer.wait_staged(timeout=1.0), None)
+    assert_type(writer.stats, SaveStats | None)
 
 
 def every_option(path: Path, mode: nostall.options.StagingMode) -> None:
@@ -99,17 +91,12 @@ def mistakes(path: Path) -> None:
 
 def split(path: Path) -> None:
     writer = FileSystemWriterAsync(path)
-    planned = save_state_dict_async_plan(
-        STATE, writer, enable_cache=True, metadata_cache=CheckpointMetadataCache()
-    )
+    cache = CheckpointMetadataCache()
+    planned = save_state_dict_async_plan(STATE, writer, enable_cache=True, metadata_cache=cache)
     save_fn, preload_fn, arguments = writer.get_save_function_and_args()
+    finalize = [lambda: save_state_dict_async_finalize(*planned)]
     with AsyncCallsQueue() as queue:
-        request = AsyncRequest(
-            save_fn,
-            arguments,
-            [lambda: save_state_dict_async_finalize(*planned)],
-            preload_fn=preload_fn,
-        )
+        request = AsyncRequest(save_fn, arguments, finalize, preload_fn=preload_fn)
         assert_type(queue.schedule_async_request(request), int)
         assert_type(queue.maybe_finalize_async_calls(blocking=False), list[int])
         assert_type(queue.pending, int)
@@ -131,7 +118,6 @@ def looking(path: Path) -> None:
         nostall.remove_checkpoint(path)
     reader = nostall.CachedMetadataFileSystemReader(path, cache_metadata=False)
     assert_type(reader, CachedMetadataFileSystemReader)
-    dcp.load(STATE, storage_reader=reader)
     dcp.load(STATE, storage_reader=nostall.FileSystemReader(path, verify="crc", threads=2))
     assert_type(nostall.load(STATE, path, keys=["model"], strict=False), nostall.LoadStats)
     nostall.FileSystemReader(path, process_group=dist.group.WORLD)
