@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -59,46 +59,95 @@ def faults(of_ranks: list[Report]) -> Faults:
     return [found["faults"] for found in of_ranks]
 
 
-def only_failure(report: Report, rank: int) -> Report:
-    """The one failure there is, which is this rank's."""
+class Told(NamedTuple):
+    """Facts that a failure has to have."""
+
+    attributes: Report
+    words: str
+    """Part of the text of the error that is raised."""
+
+
+EFBIG = os.strerror(errno.EFBIG)
+BY_FAULT = {
+    **{
+        name: Told({"kind": "WriteError", "errno": code}, os.strerror(code))
+        for name, (_, code) in ERRNO_FAULTS.items()
+    },
+    "SIGKILL": Told({"kind": "WriterDiedError", "exit_code": -9}, "killed by SIGKILL"),
+    "exit 17": Told({"kind": "WriterDiedError", "exit_code": 17}, "exit code 17"),
+    "exit just before the report": Told({"kind": "WriterDiedError", "exit_code": 3}, "exit code 3"),
+    "an exception that nobody expects": Told({"kind": "WriteError"}, "nobody expects this"),
+}
+REFUSED = {"kind": "WriteError", "phase": "commit", "errno": errno.EISDIR}
+ELSEWHERE = {"kind": "RankMismatchError"}
+BY_SCENE = {
+    # No rank waits for one that could not take its snapshot, or plans with its next save. Where a
+    # planner does not notice that values are missing, nothing is committed either.
+    "no memory, blocking, DefaultSavePlanner": Told({"kind": "ReservationError"}, EFBIG),
+    "no memory, overlapped, DefaultSavePlanner": Told({"kind": "ReservationError"}, EFBIG),
+    "no memory, blocking, OnlyTensors": Told({"kind": "StagingError"}, EFBIG),
+    "no memory, overlapped, OnlyTensors": Told({"kind": "StagingError"}, EFBIG),
+    # A path with each rank's own time of day in it makes no checkpoint of half the files.
+    "directories, save_now": Told(ELSEWHERE, "/save_now 1"),
+    "directories, save_async": Told(ELSEWHERE, "/save_async 1"),
+    "directories, save_split": Told(ELSEWHERE, "/save_split 1"),
+    "commit": Told(REFUSED, "/commit/.metadata"),
+    "commit over another": Told(REFUSED, "/commit over another/.metadata"),
+    # Before or after ranks have planned together, and where they no longer talk while planning.
+    "no plan, cached=False": Told({}, "LookupError: no plan today"),
+    "no plan, cached=True": Told({}, "LookupError: no plan today"),
+    "no data, cached=False": Told({}, "LookupError: no data today"),
+    "no data, cached=True": Told({}, "LookupError: no data today"),
+    "save_now": BY_FAULT["ENOSPC at chunk"],
+    "save_async": BY_FAULT["SIGKILL"],
+    "stopped": Told({"kind": "SaveTimeoutError"}, " 2 s"),
+}
+OF_RANK_0 = ("directories", "commit")
+
+
+def failure_told(report: Report, told: Told, *, rank: int) -> Report:
+    """The only failure there is, of this rank, which is told soon and has these facts."""
     assert report["failures"].keys() == {str(rank)}
     failure: Report = report["failures"][str(rank)]
-    assert failure["rank"] == rank
-    assert f"rank={rank}" in report["text"]
+    expected = {**told.attributes, "rank": rank}
+    assert {name: failure[name] for name in expected} == expected
+    for words in (told.words, f"rank={rank}", failure["path"] or ""):
+        assert words in report["text"]
+    assert report["seconds"] < SOON_S
     return failure
-
-
-def named_well(report: Report, failure: Report, *, fault: str) -> bool:
-    """Whether a writer's failure says which file and why, in its attributes and in its text."""
-    if fault in ERRNO_FAULTS:
-        code = ERRNO_FAULTS[fault][1]
-        cause = failure["kind"] == "WriteError" and failure["errno"] == code
-        word = os.strerror(code)
-    elif fault in DEATHS:
-        code = DEATHS[fault][1]
-        cause = failure["kind"] == "WriterDiedError" and failure["exit_code"] == code
-        word = "SIGKILL" if code < 0 else f"exit code {code}"
-    else:
-        cause = failure["kind"] == "WriteError"
-        word = "nobody expects this"
-    path = failure["path"]
-    return cause and word in report["text"] and path in report["text"] and path.endswith(".distcp")
 
 
 @pytest.mark.parametrize("fault", ALL_FAULTS)
 def test_a_fault_of_one_ranks_writer_is_raised_on_every_rank_with_rank_file_and_cause(
     faults: Faults, fault: str
 ) -> None:
-    """Both ranks raise within seconds, and both name the rank, the file and the cause.
-
-    Whichever rank it is, and whether the ranks wait or poll.
-    """
+    """Within seconds, whichever rank it is, and whether the ranks wait or poll."""
     for reports, title in product(faults, (fault, f"{fault} over another")):
         victim = reports[title]["victim"]
-        failure = only_failure(reports[title], victim)
-        assert named_well(reports[title], failure, fault=fault)
-        assert f"__{victim}_0" in failure["path"]
-        assert reports[title]["seconds"] < SOON_S
+        failure = failure_told(reports[title], BY_FAULT[fault], rank=victim)
+        name = Path(failure["path"]).name
+        assert (name[:5], name[-7:]) == (f"__{victim}_0", ".distcp")
+
+
+@pytest.mark.parametrize("title", BY_SCENE)
+def test_a_failure_of_one_rank_is_raised_on_every_rank(faults: Faults, title: str) -> None:
+    """Of its storage, writer, memory, planner or clock, and of a coordinator that cannot publish.
+
+    Nothing is committed: an earlier checkpoint still loads.
+    """
+    rank = 0 if title.startswith(OF_RANK_0) else 1
+    for reports in faults:
+        report = reports[title]
+        failure_told(report, BY_SCENE[title], rank=rank)
+        assert report.get("previous loads", True) is True
+        assert report.get("committed", False) is ("over another" in title)
+        assert "over another" in title or report.get("files", []) == []
+        assert title != "stopped" or report["seconds"] > 1.5
+
+
+def test_the_cause_of_a_refused_publication_is_the_systems_error(faults: Faults) -> None:
+    """On the rank itself, whose directory has something else of that name."""
+    assert "IsADirectoryError" in faults[0]["commit"]["failures"]["0"]["causes"]
 
 
 def test_frameworks_find_their_words_on_the_coordinator(faults: Faults) -> None:
@@ -110,8 +159,7 @@ def test_frameworks_find_their_words_on_the_coordinator(faults: Faults) -> None:
 def test_a_failed_save_leaves_no_file_in_a_fresh_directory(faults: Faults, fault: str) -> None:
     """No metadata and no shard file of either rank is left."""
     for reports in faults:
-        assert reports[fault]["committed"] is False
-        assert reports[fault]["files"] == []
+        assert (reports[fault]["committed"], reports[fault]["files"]) == (False, [])
 
 
 @pytest.mark.parametrize("fault", ALL_FAULTS)
@@ -126,50 +174,13 @@ def test_a_failed_save_over_a_checkpoint_leaves_that_checkpoint(faults: Faults, 
 def test_the_save_after_a_failed_one_works(faults: Faults) -> None:
     """After any failure, a save of that structure to that directory loads bit for bit."""
     for reports in faults:
-        assert [
-            title for title, report in reports.items() if report["next loads"] is not True
-        ] == []
+        assert [title for title, report in reports.items() if not report["next loads"]] == []
 
 
 def test_finalize_functions_never_run_after_a_failure(faults: Faults) -> None:
     """A function that would have announced the failed checkpoint is not called on any rank."""
     for reports in faults:
         assert [title for title, report in reports.items() if report.get("finalized")] == []
-
-
-def test_a_stopped_writer_is_given_up_at_the_deadline_on_every_rank(faults: Faults) -> None:
-    """With a longest wait of two seconds both ranks raise a timeout that names the rank.
-
-    Nothing is left.
-    """
-    for reports in faults:
-        report = reports["stopped"]
-        failure = only_failure(report, 1)
-        assert failure["kind"] == "SaveTimeoutError"
-        assert "2 s" in failure["message"]
-        assert 1.5 < report["seconds"] < SOON_S
-        assert report["files"] == []
-
-
-@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
-def test_memory_that_one_rank_lacks_fails_dcp_async_save_on_every_rank(
-    faults: Faults, staging: str
-) -> None:
-    """No rank waits for one that could not take its snapshot, or plans with its next save.
-
-    Where a planner does not notice that values are missing, nothing is committed either.
-    """
-    for reports in faults:
-        failure = only_failure(reports[f"no memory, {staging}, DefaultSavePlanner"], 1)
-        assert failure["kind"] == "ReservationError"
-        assert os.strerror(errno.EFBIG) in failure["message"]
-        overlooked = only_failure(reports[f"no memory, {staging}, OnlyTensors"], 1)
-        assert overlooked["kind"] == "StagingError"
-        assert os.strerror(errno.EFBIG) in overlooked["message"]
-        for planner in ("DefaultSavePlanner", "OnlyTensors"):
-            report = reports[f"no memory, {staging}, {planner}"]
-            assert report["previous loads"] is True
-            assert report["seconds"] < SOON_S
 
 
 def test_an_async_save_whose_process_group_is_destroyed_fails(of_ranks: list[Report]) -> None:
@@ -190,81 +201,6 @@ def test_an_async_save_whose_process_group_is_destroyed_fails(of_ranks: list[Rep
         for title in ("alone", "in a group of one"):
             assert reports[f"{title} {rank}"]["failures"] == {}
             assert reports[f"{title} {rank}"]["committed"] is True
-
-
-@pytest.mark.parametrize("way", ["save_now", "save_async", "save_split"])
-def test_ranks_that_save_to_different_directories_raise(faults: Faults, way: str) -> None:
-    """A path with each rank's own time of day in it makes no checkpoint of half the files.
-
-    Two names of one directory are no mistake.
-    """
-    for reports in faults:
-        report = reports[f"directories, {way}"]
-        failure = only_failure(report, 0)
-        assert failure["kind"] == "RankMismatchError"
-        assert failure["path"].endswith(f"{way} 0")
-        assert f"ranks [1] to {failure['path'][:-1]}1" in report["text"]
-        assert report["committed"] is False
-
-
-@pytest.mark.parametrize("title", ["commit", "commit over another"])
-def test_a_coordinator_that_cannot_publish_raises_on_every_rank(faults: Faults, title: str) -> None:
-    """Metadata that cannot be written fails the save everywhere, with path and errno.
-
-    On the rank itself the error of the system is the cause. Nothing is published.
-    """
-    assert "IsADirectoryError" in only_failure(faults[0][title], 0)["causes"]
-    for reports in faults:
-        failure = only_failure(reports[title], 0)
-        assert failure["kind"] == "WriteError"
-        assert failure["phase"] == "commit"
-        assert failure["errno"] == errno.EISDIR
-        assert failure["path"].endswith(f"{title}/.metadata")
-        assert failure["path"] in reports[title]["text"]
-    assert faults[0]["commit"]["committed"] is False
-    assert faults[0]["commit over another"]["previous loads"] is True
-
-
-@pytest.mark.parametrize("cached", [False, True], ids=["planned together", "cached plans"])
-@pytest.mark.parametrize("what", ["no plan", "no data"])
-def test_a_planner_that_fails_on_one_rank_fails_the_save_on_every_rank(
-    faults: Faults, what: str, *, cached: bool
-) -> None:
-    """The planner's exception is named everywhere, and nothing is left of the save.
-
-    Before or after the ranks have planned together, and where they no longer talk while planning.
-    """
-    for reports in faults:
-        report = reports[f"{what}, {cached=}"]
-        only_failure(report, 1)
-        assert f"LookupError: {what} today" in report["text"]
-        assert report["committed"] is False
-        assert report["files"] == []
-        assert report["seconds"] < SOON_S
-        assert report["silent"] is cached
-
-
-@pytest.mark.parametrize(
-    ("title", "kind", "word"),
-    [
-        ("save_now", "WriteError", os.strerror(errno.ENOSPC)),
-        ("save_async", "WriterDiedError", "SIGKILL"),
-    ],
-)
-def test_stock_entry_points_raise_on_every_rank_too(
-    faults: Faults, title: str, kind: str, word: str
-) -> None:
-    """If one rank's storage or writer fails, ``dcp.save`` and ``dcp.async_save`` raise on both.
-
-    The checkpoint that they were to replace still loads.
-    """
-    for reports in faults:
-        failure = only_failure(reports[title], 1)
-        assert failure["kind"] == kind
-        assert word in reports[title]["text"]
-        assert failure["path"] in reports[title]["text"]
-        assert reports[title]["seconds"] < SOON_S
-        assert reports[title]["previous loads"] is True
 
 
 # --- one process ----------------------------------------------------------------------------------
@@ -301,10 +237,8 @@ def test_a_fault_in_a_single_process_is_raised_and_harms_nothing(
     path = tmp_path / "saved"
     with inject(ALL_FAULTS[fault]):
         report = outcome_of(lambda: WAYS[way](path, small_state(2)))
-    failure = only_failure(report, 0)
-    assert named_well(report, failure, fault=fault)
+    failure = failure_told(report, BY_FAULT[fault], rank=0)
     assert failure["path"].startswith(f"{path}/__0_")
-    assert report["seconds"] < SOON_S
     assert os.listdir(path) == []
     path.rmdir()
     WAYS[way](path, small_state(3))
@@ -317,7 +251,8 @@ def test_a_fault_in_one_of_several_files_names_that_file(tmp_path: Path) -> None
         with inject(Fault.errno("chunk", errno.ENOSPC, file="__0_2")):
             schedule(queue, tmp_path / "saved", small_state(1), thread_count=4)
         report = outcome_of(queue.wait)
-    assert only_failure(report, 0)["path"] == str(tmp_path / "saved" / "__0_2.distcp")
+    failure = failure_told(report, BY_FAULT["ENOSPC at chunk"], rank=0)
+    assert failure["path"] == str(tmp_path / "saved" / "__0_2.distcp")
     assert os.listdir(tmp_path / "saved") == []
 
 
@@ -434,22 +369,3 @@ def test_a_forked_child_that_exits_does_not_disturb_a_save(tmp_path: Path) -> No
         assert process.wait(DEADLINE_S) == 0
     assert holds(tmp_path / "held", 1)
     assert holds(tmp_path / "next", 2)
-
-
-def test_a_file_size_limit_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE gives EFBIG with the path, and no process dies of SIGXFSZ.
-
-    In the writer process and in the trainer. Where the limit is in force before memory is reserved,
-    the reservation says so.
-    """
-    with trainer("has_a_file_size_limit", tmp_path) as (process, hear):
-        told = hear()
-        assert process.wait(DEADLINE_S) == 0
-    assert all(os.strerror(errno.EFBIG) in report["text"] for report in told.values())
-    for where in ("in the writer", "in the trainer"):
-        failure = only_failure(told[where], 0)
-        assert (failure["kind"], failure["errno"]) == ("WriteError", errno.EFBIG)
-        assert failure["path"] == str(tmp_path / where / "__0_0.distcp")
-        assert os.listdir(tmp_path / where) == []
-    assert only_failure(told["before memory"], 0)["kind"] == "ReservationError"
-    assert nostall.verify(tmp_path / "without").ok

@@ -53,14 +53,14 @@ ERRNO_FAULTS = {
     for point in ("open", "chunk", "fsync")
 }
 DEATHS = {
-    "SIGKILL": (Fault.kill("chunk", signal.SIGKILL), -signal.SIGKILL),
-    "exit 17": (Fault.exit("chunk", 17), 17),
-    "exit just before the report": (Fault.exit("report", 3), 3),
+    "SIGKILL": Fault.kill("chunk", signal.SIGKILL),
+    "exit 17": Fault.exit("chunk", 17),
+    "exit just before the report": Fault.exit("report", 3),
 }
 RAISING = {"an exception that nobody expects": Fault.raising("chunk", "nobody expects this")}
 ALL_FAULTS: dict[str, Fault] = {
     **{name: fault for name, (fault, _) in ERRNO_FAULTS.items()},
-    **{name: fault for name, (fault, _) in DEATHS.items()},
+    **DEATHS,
     **RAISING,
 }
 
@@ -226,8 +226,8 @@ def planner_scene(path: Path, where: str, *, cached: bool) -> Report:
             known = path.with_name(f"{path.name} {number}")
             schedule(queue, known, rank_state(seed=number), planner=Troubled(), cache=cache)
             queue.wait()
-    silent = cache.get_metadata_caching_status()[0]
-    return {**scene(path, planner=Troubled(where), cache=cache), "silent": silent}
+    assert cache.get_metadata_caching_status()[0] is cached, "whether ranks plan in silence"
+    return scene(path, planner=Troubled(where), cache=cache)
 
 
 def stopped_scene(path: Path) -> Report:
@@ -512,29 +512,3 @@ def forks(out: Path) -> None:
         queue.wait()
         schedule(queue, out / "next", small_state(2))
     say(codes=codes, same_writer=writer_pids() == before)
-
-
-def has_a_file_size_limit(out: Path) -> None:
-    """Save 3 MB with a file limit of 1 MB: on the writer, on the trainer, before reserving."""
-    state = {"weight": torch.arange(3 << 18, dtype=torch.float32)}
-    limit = (1 << 20, resource.RLIM_INFINITY)
-    none = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-
-    def save(name: str) -> Report:
-        writer = FileSystemWriterAsync(out / name)
-        return outcome_of(lambda: dcp.save(state, storage_writer=writer))
-
-    nostall.warmup(4 << 20)
-    writer = writer_pids()[0]
-    with AsyncCallsQueue() as queue:
-        resource.prlimit(writer, resource.RLIMIT_FSIZE, limit)
-        schedule(queue, out / "in the writer", state)
-        found = {"in the writer": outcome_of(queue.wait)}
-        resource.prlimit(writer, resource.RLIMIT_FSIZE, none)
-        schedule(queue, out / "without", state)
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    found["in the trainer"] = save("in the trainer")
-    reset()
-    found["before memory"] = save("before memory")
-    resource.setrlimit(resource.RLIMIT_FSIZE, none)
-    say(**found)
