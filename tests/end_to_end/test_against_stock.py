@@ -11,25 +11,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from support.ranks import run_ranks, run_script
+from support.ranks import run_script
 
-Aftermath = dict[str, Any]
+Aftermath = dict[str, str]
 Found = dict[str, dict[str, list[Aftermath]]]
 
 SUCCESS = "a failure is reported as a success"
 MIXED = "two checkpoints are mixed and load without an error"
 UNREADABLE = "what looks like a checkpoint does not load"
 GONE = "the old checkpoint is gone, and the new one is not there"
-LEFT = "files that nothing refers to stay"
-IN_A_NEW_DIRECTORY = {"one file of four fails", "changed after async_save"}
 OF_STOCK: dict[str, Callable[[list[set[str]]], bool]] = {
     # The exception of a background thread is lost, and metadata without its items is published, see
     # https://github.com/pytorch/pytorch/issues/191391: which thread's is up to the scheduler.
-    "one file of four fails": lambda broken: {SUCCESS, UNREADABLE} in [b - {LEFT} for b in broken],
+    "one file of four fails": lambda broken: {SUCCESS, UNREADABLE} in broken,
     "one file of four fails while overwriting": lambda broken: (
         any(SUCCESS in each for each in broken) and all(UNREADABLE in each for each in broken)
     ),
@@ -39,21 +36,15 @@ OF_STOCK: dict[str, Callable[[list[set[str]]], bool]] = {
     "killed at every step of overwriting": lambda broken: (
         {MIXED} in broken and broken[-2] == {GONE}
     ),
-    "overwritten with fewer threads": lambda broken: broken == [{LEFT}],
-    # Here the two are alike.
-    "changed after async_save": lambda broken: broken == [set()],
-    # Both raise, but a job that resumes later mixes new and old values without an error.
-    "the second rank cannot open a file while overwriting": lambda broken: broken == [{MIXED}] * 2,
 }
 """Promises that stock breaks, by fault."""
-*_, TWO_RANKS = OF_STOCK
 
 
 def broken_promises(after: Aftermath, *, before: str) -> set[str]:
     """The oracle: which of a save's promises do not hold.
 
-    A save that returns has replaced what was there, with nothing left over; one that raises has
-    changed nothing that is loaded; one that is killed has done either of the two.
+    A save that returns has replaced what was there; one that raises has changed nothing that is
+    loaded; one that is killed has done either of the two.
     """
     expected = {"returned": {"new"}, "raised": {before}, "killed": {before, "new"}}[after["ended"]]
     broken = set()
@@ -62,8 +53,6 @@ def broken_promises(after: Aftermath, *, before: str) -> set[str]:
             broken.add(SUCCESS)
         known = {"mixture": MIXED, "unreadable": UNREADABLE, "none": GONE}
         broken.add(known.get(after["found"], "another checkpoint than expected is there"))
-    if after["ended"] == "returned" and after["dead"]:
-        broken.add(LEFT)
     return broken
 
 
@@ -71,19 +60,15 @@ def broken_promises(after: Aftermath, *, before: str) -> set[str]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The aftermath of every fault, by writer and fault."""
     out = tmp_path_factory.mktemp("against stock")
-    program = ("programs/against_stock.py", str(out / "one process"))
-    done = run_script(*program, cwd=out, timeout_s=100)
+    done = run_script("programs/against_stock.py", str(out), cwd=out, timeout_s=100)
     assert done.returncode == 0, done.stderr
     results: Found = json.loads(done.stdout)
-    for facts in run_ranks(2, "against_stock:second_rank_cannot_open", out / "two ranks"):
-        for writer, after in facts.items():
-            results[writer].setdefault(TWO_RANKS, []).append(after)
     return results
 
 
 def broken_by(found: Found, writer: str, fault: str) -> list[set[str]]:
-    """The promises broken each time, on each rank."""
-    before = "none" if fault in IN_A_NEW_DIRECTORY else "old"
+    """The promises broken each time."""
+    before = "old" if "overwriting" in fault else "none"
     return [broken_promises(after, before=before) for after in found[writer][fault]]
 
 
@@ -101,8 +86,6 @@ def test_what_stock_does_is_what_is_documented(
     """Under the same faults stock's writer does what docs/reliability.md says of it."""
     broken = broken_by(found, "stock", fault)
     assert expected(broken), broken
-    if fault == TWO_RANKS:
-        assert [after["ended"] for after in found["stock"][fault]] == ["raised", "raised"]
 
 
 def test_every_kill_was_one(found: Found) -> None:

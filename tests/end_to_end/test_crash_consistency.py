@@ -101,10 +101,7 @@ def outcomes(
     out: Path,
     then: Callable[[Path], None] | None = None,
 ) -> list[set[int | None]]:
-    """For every number of operations before a crash, the saves that may be found, or ``None``.
-
-    ``then`` is what has to remove all that is left of the checkpoint.
-    """
+    """For every number of operations before a crash, the saves that may be found, or ``None``."""
     disk, found = before, []
     for number in range(len(operations) + 1):
         if number:

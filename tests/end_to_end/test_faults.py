@@ -184,10 +184,7 @@ def test_finalize_functions_never_run_after_a_failure(faults: Faults) -> None:
 
 
 def test_an_async_save_whose_process_group_is_destroyed_fails(of_ranks: list[Report]) -> None:
-    """Ranks that were to save together do not save alone: each would publish its own keys only.
-
-    A save that was alone when it was called is not concerned.
-    """
+    """Ranks that were to save together do not save alone; who was alone is not concerned."""
     for rank, found in enumerate(of_ranks):
         reports = found["without their group"]
         for title in ("blocking", "overlapped", "a group"):
@@ -323,11 +320,7 @@ def in_dev_shm(pid: int) -> list[str]:
 
 
 def test_a_killed_trainer_leaves_nothing_behind(tmp_path: Path) -> None:
-    """After SIGKILL in the middle of a save the writer is gone within five seconds.
-
-    Nothing of it is in /dev/shm, and there is no metadata. Children that outlive the trainer and
-    hold its descriptors, forked by Python or by C code, do not keep the writer.
-    """
+    """The writer is gone in five seconds, though forked children hold descriptors of it."""
     with trainer("stands_in_the_middle_of_a_save", tmp_path) as (process, hear):
         told = hear()
         children = [psutil.Process(pid) for pid in told["children"]]
@@ -347,10 +340,7 @@ def test_a_killed_trainer_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_does_not_kill_the_save_in_flight(tmp_path: Path) -> None:
-    """SIGINT for the trainer's whole process group is the trainer's to handle.
-
-    The writer goes on, and the save that it was writing is committed.
-    """
+    """SIGINT for its process group is the trainer's; the writer goes on, and the save commits."""
     with trainer("is_interrupted", tmp_path) as (process, hear):
         os.killpg(hear()["pid"], signal.SIGINT)
         assert hear() == {"interrupted": True, "same_writer": True}
@@ -359,11 +349,7 @@ def test_ctrl_c_does_not_kill_the_save_in_flight(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_that_exits_does_not_disturb_a_save(tmp_path: Path) -> None:
-    """Children forked during a save own nothing of nostall and may leave as they like.
-
-    Through the queue's ``with`` block, too: that save and the next one are right, by the same
-    writer.
-    """
+    """Forked children own nothing of nostall and leave as they like; the same writer goes on."""
     with trainer("forks", tmp_path) as (process, hear):
         assert hear() == {"codes": [0, 0, 0], "same_writer": True}
         assert process.wait(DEADLINE_S) == 0

@@ -53,10 +53,7 @@ def test_five_thousand_tensors_need_few_descriptors(tmp_path: Path) -> None:
 def test_memory_and_descriptors_stay_flat_over_many_saves(
     tmp_path: Path, structures: tuple[int, ...]
 ) -> None:
-    """From the third save on, twenty saves of up to 64 MiB keep memory within 5 %.
-
-    The numbers of descriptors, threads and processes do not change at all.
-    """
+    """From the third of twenty saves on memory stays within 5 %, and no number changes."""
     call = f"saves_again_and_again(Path({str(tmp_path)!r}), {structures})"
     measured = answer_of("programs.resources", call)
     steady = measured[2:]
@@ -100,10 +97,7 @@ def test_neither_writers_nor_synchronous_saves_start_a_process(tmp_path: Path) -
 
 @pytest.mark.parametrize("allowed", [1, 2])
 def test_a_save_beyond_max_in_flight_waits_for_the_oldest(tmp_path: Path, allowed: int) -> None:
-    """With as many saves held as may be in flight, the next call waits until one is written.
-
-    All of them are right.
-    """
+    """With as many held as may be in flight, the next call waits until one is written."""
     nostall.configure(EngineOptions(max_in_flight=allowed))
     returned = threading.Event()
 
@@ -148,10 +142,7 @@ def test_configuring_gives_snapshot_memory_back(tmp_path: Path) -> None:
 
 
 def test_waiting_for_memory_ends_at_the_deadline(tmp_path: Path) -> None:
-    """A save that finds all memory taken for too long fails as a timeout that says what to do.
-
-    The saves in flight are not harmed.
-    """
+    """A save that finds all memory taken is a timeout that says so; those in flight go on."""
     nostall.configure(EngineOptions(max_in_flight=1, save_timeout_s=0.5))
     with Hold() as hold, inject(hold.fault), AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "first", small_state(1))

@@ -1,8 +1,8 @@
 """Identical faults for nostall's writer and for stock's, and what is left of the checkpoint.
 
-No function of either is replaced: files meet a size limit, a rank runs out of descriptors,
-processes are killed with SIGKILL at events of the interpreter's audit log. What was committed
-before is full of ones, what is saved then of twos.
+No function of either is replaced: files meet a size limit, processes are killed with SIGKILL at
+events of the interpreter's audit log. What was committed before is full of ones, what is saved then
+of twos.
 """
 
 from __future__ import annotations
@@ -12,23 +12,20 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall.filesystem_async import FileSystemWriterAsync
-from support.states import read_metadata
 
 State = dict[str, Any]
-Aftermath = dict[str, Any]
-"""``ended``: how the save did, ``found``: the directory, ``dead``: files outside all metadata."""
+Aftermath = dict[str, str]
+"""``ended``: how the save did, ``found``: what is in the directory."""
 
 WRITERS: dict[str, type[FileSystemWriter]] = {
     "nostall": FileSystemWriterAsync,
@@ -70,22 +67,8 @@ def found_in(path: Path, template: State) -> str:
     return {OLD: "old", NEW: "new"}[values.pop()]
 
 
-def aftermath(path: Path, ended: str, template: State) -> Aftermath:
-    """How a save ended, the checkpoint found after it, and files that no metadata names."""
-    dead: list[str] = []
-    found = found_in(path, template)
-    if found != "none":
-        metadata = read_metadata(path)
-        known = {".metadata", *(info.relative_path for info in metadata.storage_data.values())}
-        dead = sorted({entry.name for entry in path.iterdir()} - known)
-    return {"ended": ended, "found": found, "dead": dead}
-
-
-# --- one process, forked for every save -----------------------------------------------------------
-
-
-def ended(run: Callable[[], None]) -> str:
-    """How that ends in a process of its own: it has returned, raised, or was killed."""
+def aftermath(path: Path, run: Callable[[], None], template: State) -> Aftermath:
+    """How a process of its own ends, which returns, raises, or is killed, and what it leaves."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -97,7 +80,8 @@ def ended(run: Callable[[], None]) -> str:
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return {0: "returned", 2: "raised", -signal.SIGKILL: "killed"}[code]
+    ended = {0: "returned", 2: "raised", -signal.SIGKILL: "killed"}[code]
+    return {"ended": ended, "found": found_in(path, template)}
 
 
 def save(kind: str, path: Path, state: State, **options: Any) -> None:
@@ -115,7 +99,7 @@ def limited(kind: str, path: Path, *, overwritten: bool, thread_count: int) -> A
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         save(kind, path, state_of(NEW), thread_count=thread_count)
 
-    return aftermath(path, ended(run), state_of(0))
+    return aftermath(path, run, state_of(0))
 
 
 def killed_before(path: Path, number: int) -> None:
@@ -149,101 +133,32 @@ def killed_at_every_step(kind: str, out: Path) -> list[Aftermath]:
             killed_before(path, number)
             save(kind, path, two_tensors(NEW), single_file_per_rank=False)
 
-        found.append(aftermath(path, ended(run), two_tensors(0)))
+        found.append(aftermath(path, run, two_tensors(0)))
     return found
-
-
-def fewer_threads(kind: str, path: Path) -> Aftermath:
-    """A checkpoint of four files is replaced by one of a single file."""
-
-    def run() -> None:
-        save(kind, path, state_of(OLD), thread_count=4)
-        save(kind, path, state_of(NEW), thread_count=1)
-
-    return aftermath(path, ended(run), state_of(0))
-
-
-def changed_after_async_save(kind: str, path: Path) -> Aftermath:
-    """All tensors and objects are changed as soon as ``dcp.async_save`` has returned."""
-
-    def run() -> None:
-        state = state_of(NEW)
-        future: Any = dcp.async_save(state, storage_writer=WRITERS[kind](path), no_dist=True)
-        for name in state.keys() - {"epoch"}:
-            state[name].fill_(3)
-        state["epoch"] = 3
-        future.result(60)
-
-    return aftermath(path, ended(run), state_of(0))
-
-
-def single_process(kind: str, out: Path) -> dict[str, list[Aftermath]]:
-    """Every fault that needs no second rank; those of several threads more than once."""
-    out.mkdir(parents=True)
-    return {
-        "one file of four fails": [
-            limited(kind, out / f"fresh {n}", overwritten=False, thread_count=4)
-            for n in range(ATTEMPTS)
-        ],
-        "one file of four fails while overwriting": [
-            limited(kind, out / f"overwritten {n}", overwritten=True, thread_count=4)
-            for n in range(ATTEMPTS)
-        ],
-        "the only file fails while overwriting": [
-            limited(kind, out / "one", overwritten=True, thread_count=1)
-        ],
-        "killed at every step of overwriting": killed_at_every_step(kind, out / "killed"),
-        "overwritten with fewer threads": [fewer_threads(kind, out / "fewer")],
-        "changed after async_save": [changed_after_async_save(kind, out / "changed")],
-    }
 
 
 def main(out: Path) -> None:
-    """Print what came of every fault, by writer."""
+    """Print what came of every fault, by writer; of several threads' more than once."""
     torch.set_num_threads(1)  # children are forked from this process, which must not have threads
     save("stock", out / "imports", two_tensors(0))  # lets torch import here, and not in every child
-    print(json.dumps({kind: single_process(kind, out / kind) for kind in WRITERS}))
-
-
-# --- two ranks ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """Nothing can be opened in this process."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def save_of_ranks(kind: str, path: Path, seed: int) -> str:
-    """One save of two ranks; how it ended on this one."""
-    state = {f"of rank {dist.get_rank()}": torch.full((1000,), float(seed))}
-    try:
-        dcp.save(state, storage_writer=WRITERS[kind](path))
-    except CheckpointException:
-        return "raised"
-    return "returned"
-
-
-def second_rank_cannot_open(out: Path) -> dict[str, Aftermath]:
-    """The second rank runs out of descriptors while a checkpoint is replaced. Collective."""
-    found = {}
-    for kind in WRITERS:
-        path = out / kind
-        save_of_ranks(kind, path, OLD)
-        with no_descriptor_left() if dist.get_rank() == 1 else nullcontext():
-            how = save_of_ranks(kind, path, NEW)
-        dist.barrier()
-        template = {f"of rank {rank}": torch.zeros(1000) for rank in range(2)}
-        found[kind] = aftermath(path, how, template)
-        dist.barrier()
-    return found
+    found = {
+        kind: {
+            "one file of four fails": [
+                limited(kind, out / kind / f"fresh {n}", overwritten=False, thread_count=4)
+                for n in range(ATTEMPTS)
+            ],
+            "one file of four fails while overwriting": [
+                limited(kind, out / kind / f"overwritten {n}", overwritten=True, thread_count=4)
+                for n in range(ATTEMPTS)
+            ],
+            "the only file fails while overwriting": [
+                limited(kind, out / kind / "one", overwritten=True, thread_count=1)
+            ],
+            "killed at every step of overwriting": killed_at_every_step(kind, out / kind),
+        }
+        for kind in WRITERS
+    }
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -182,10 +182,7 @@ ROUTES = {**ALONE, "async_save_in_process": async_save_in_process}
 
 
 class OwnPlanner(DefaultSavePlanner):
-    """A planner as users wrote them before ``storage_meta``.
-
-    Everything is looked up in a stash, floats are negated, and objects are pickled.
-    """
+    """As users wrote them before ``storage_meta``: looks up in a stash, negates, pickles."""
 
     def set_up_planner(  # type: ignore[override]  # the signature of earlier torch versions
         self,

@@ -179,11 +179,7 @@ def poll(queue: AsyncCallsQueue, deadline_s: float = 60.0) -> None:
 
 
 def writer_scenes(out: Path) -> dict[str, Report]:
-    """Every fault, on one rank over nothing and on the other over a checkpoint. Collective.
-
-    ``matrix.py`` has all combinations; what is looked at more closely here is what the user is
-    told.
-    """
+    """Every fault, on one rank over nothing and on the other over a checkpoint. Collective."""
     reports = {}
     for number, (name, fault) in enumerate(ALL_FAULTS.items()):
         for overwritten in (False, True):
@@ -486,11 +482,7 @@ def is_interrupted(out: Path) -> None:
 
 
 def forks(out: Path) -> None:
-    """Fork while a save is held; the children look around and leave in every way.
-
-    At once, through ``sys.exit`` and with it through the queue's ``with`` block, and after closing
-    the queue.
-    """
+    """Fork while a save is held; the children look around and leave in every way."""
 
     def close_and_exit(code: int) -> None:
         queue.close()

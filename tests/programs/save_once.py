@@ -1,7 +1,4 @@
-"""Save a small state, or end by SIGKILL, with the writer process, at a point of the write.
-
-python tests/programs/save_once.py PATH SEED [POINT]
-"""
+"""Save a small state, or end by SIGKILL at a point: ``save_once.py PATH SEED [POINT]``."""
 
 from __future__ import annotations
 

@@ -74,10 +74,7 @@ def saved_by_ranks(
 
 @pytest.mark.parametrize("route", entry_points.ROUTES)
 def test_ranks_save_what_stock_saves(route: str, saved_by_ranks: list[Any]) -> None:
-    """DTensors of all placements, ShardedTensors, tensors and objects have stock's bytes.
-
-    Stock loads them on every rank as they were at the call.
-    """
+    """DTensors, ShardedTensors, tensors and objects have stock's bytes; stock loads them."""
     for found in saved_by_ranks:
         assert found["routes"][route] == {"same as stock": True, "wrong": []}
 

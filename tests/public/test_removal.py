@@ -1,7 +1,4 @@
-"""Removing a checkpoint: metadata first, all of it in the end, and nothing else.
-
-Crashes are in ``test_crash_consistency``.
-"""
+"""Removing a checkpoint: all of it, and nothing else; crashes are in ``test_crash_consistency``."""
 
 from __future__ import annotations
 
@@ -48,10 +45,7 @@ def test_a_checkpoint_is_removed_with_its_directory(
 def test_what_is_left_of_a_checkpoint_is_removed(
     tmp_path: Path, gone: list[str], more: list[str]
 ) -> None:
-    """The rest of an interrupted removal, or of a damaged or unfinished checkpoint, is removed.
-
-    So is metadata of ranks that saved without coordination.
-    """
+    """The rest of an interrupted removal, or of a damaged or an unfinished checkpoint."""
     path = saved(tmp_path / "save")
     for name in gone:
         (path / name).unlink()

@@ -58,10 +58,7 @@ def test_stages_that_follow_each_other_add_up_to_less_than_the_whole(
 
 
 def test_a_slow_device_shows_as_fsync_and_not_elsewhere(tmp_path: Path) -> None:
-    """A stage that takes half a second more is the one that says so.
-
-    The stages follow each other, so that what counts as fsync counts in no other.
-    """
+    """A stage that takes half a second more is the one that says so, and no other."""
     with inject(Fault.delay("fsync", 0.5)):
         stats, took_s = saved(tmp_path / "save")
     assert stats.written_s >= stats.fsync_s >= 0.5
