@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
+import io
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from support.faults import Fault, inject
 from support.states import blobs, schedule, small_state
 
 State = dict[str, Any]
@@ -144,26 +146,26 @@ def queue_temporal(path: Path, state: State) -> None:
 
 def by_hand(path: Path, state: State) -> None:
     """The split functions called one after the other."""
-    planned, (save_fn, preload_fn, args) = _plan(path, state)
-    if save_fn is not None:
-        args[1] = preload_fn()
+    _, request = planned(path, state)
+    if request.async_fn is not None:
+        request.async_fn_args[1] = request.preload_fn()
         spoil(state)
-        save_fn(*args)
-    save_state_dict_async_finalize(*planned)
+        request.async_fn(*request.async_fn_args)
+    request.finalize_fns[0]()
 
 
 def execute_sync(path: Path, state: State) -> None:
     """A request that is executed instead of scheduled."""
-    planned, (save_fn, preload_fn, args) = _plan(path, state)
-    AsyncRequest(
-        save_fn, args, [lambda: save_state_dict_async_finalize(*planned)], preload_fn=preload_fn
-    ).execute_sync()
+    planned(path, state)[1].execute_sync()
 
 
-def _plan(path: Path, state: State) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, list[Any]]]:
-    writer = FileSystemWriterAsync(path, thread_count=2)
-    planned = save_state_dict_async_plan(state, writer, planner=DefaultSavePlanner())
-    return planned, writer.get_save_function_and_args()
+def planned(path: Path, state: State, **options: Any) -> tuple[FileSystemWriterAsync, AsyncRequest]:
+    """A split save that is planned, and its writer."""
+    writer = FileSystemWriterAsync(path, **{"thread_count": 2, **options})
+    plan = save_state_dict_async_plan(state, writer, planner=DefaultSavePlanner())
+    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    finalize = [lambda: save_state_dict_async_finalize(*plan)]
+    return writer, AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
 
 
 ALONE: dict[str, Callable[[Path, State], None]] = {
@@ -223,26 +225,28 @@ def own_planner(out: Path, make_state: Callable[[], State]) -> dict[str, Any]:
 
 def without_collectives(out: Path, rank: int) -> dict[str, Any]:
     """Save and load a state of this rank's own with ``use_collectives=False``."""
-    contents = []
-    name = f"__{rank}.metadata"
     for kind, writer in (("stock", FileSystemWriter), ("ours", FileSystemWriterAsync)):
         dcp.save(small_state(rank), storage_writer=writer(out / kind), use_collectives=False)
-        metadata: Metadata = pickle.loads((out / kind / name).read_bytes())
-        places = {index.fqn: place for index, place in metadata.storage_data.items()}
-        files = {place.relative_path for place in places.values()}
-        read = {file: (out / kind / file).read_bytes() for file in files}
-        contents.append(
-            {
-                fqn: read[place.relative_path][place.offset : place.offset + place.length]
-                for fqn, place in places.items()
-            }
-        )
+    ours, stock = ((out / kind / f"__{rank}_0.distcp").read_bytes() for kind in ("ours", "stock"))
     return {
-        "same": contents[0] == contents[1],
-        "files": sorted(files),
+        "same": ours == stock,
         "shared metadata": (out / "ours" / ".metadata").exists(),
         "wrong": loaded_wrong(out / "ours", small_state(rank), small_state(rank)),
     }
+
+
+def the_slowest_rank_is_named(out: Path) -> dict[str, Any]:
+    """A save for which the last rank's device takes half a second more, and lines in the log."""
+    logger, lines = logging.getLogger("nostall"), io.StringIO()
+    logger.addHandler(logging.StreamHandler(lines))
+    logger.setLevel(logging.INFO)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    faults = [Fault.delay("fsync", 0.5)] if is_last else []
+    with inject(*faults), AsyncCallsQueue() as queue:
+        writer, request = planned(out, group_state(3))
+        queue.schedule_async_request(request)
+    assert writer.stats is not None
+    return {"slowest": writer.stats.slowest_rank, "lines": lines.getvalue().count("\n")}
 
 
 # --- the program ----------------------------------------------------------------------------------
@@ -270,4 +274,5 @@ def everything(out: Path) -> dict[str, Any]:
         "items": sorted({fqn for fqn, _ in stock}),
         "own planner": own_planner(out / "own planner", make_state),
         "without collectives": without_collectives(out / "without collectives", dist.get_rank()),
+        **the_slowest_rank_is_named(out / "slowest"),
     }

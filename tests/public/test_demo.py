@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -30,13 +30,7 @@ signal.pause()
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
     """The demo as a module."""
-    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("examples.demo")
 
 
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:

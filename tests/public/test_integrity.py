@@ -8,8 +8,10 @@ import json
 import os
 import pickle
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -532,19 +534,42 @@ def test_newer_checkpoints_that_are_passed_over_are_named(
     assert [str(tmp_path / name) in caplog.text for name in "23"] == [True, True]
 
 
-@pytest.mark.parametrize("operation", ["stat", "open"])
-def test_the_latest_is_not_denied_while_storage_is_away(tmp_path: Path, operation: str) -> None:
-    """A job does not begin anew because of a hiccup; an older readable checkpoint is taken."""
-    for path in ("one/save", "two/old", "two/save"):
-        by_queue(tmp_path / path, small_state())
-    storage = AwayOs(operation, "save/")
+@contextmanager
+def away(path: Path, operation: str) -> Iterator[None]:
+    """Storage does not know files below a directory for a moment."""
+    storage = AwayOs(operation, f"{path}/")
     with patch.object(committed, "os", storage), patch.object(posix, "os", storage):
+        yield
+
+
+AGAIN, RIGHTS = "try again when storage answers", "give this user the right to read it"
+TROUBLES: dict[str, tuple[Callable[[Path], AbstractContextManager[None]], str]] = {
+    "stat": (partial(away, operation="stat"), AGAIN),
+    "open": (partial(away, operation="open"), AGAIN),
+    "directory": (without_permission, RIGHTS),
+    "metadata": (lambda path: without_permission(path / ".metadata"), RIGHTS),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_the_latest_is_not_denied_while_storage_is_away(
+    tmp_path: Path, trouble: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job does not begin anew because of a hiccup; an older one is taken, with a warning."""
+    for path in ("one/new", "two/old", "two/new"):
+        by_queue(tmp_path / path, small_state())
+    (tmp_path / "one" / "lost+found").mkdir()
+    hide, hint = TROUBLES[trouble]
+    with hide(tmp_path / "one" / "new"):
         with pytest.raises(ReadError, match="1 are not understood or cannot be read") as caught:
             nostall.latest_complete(tmp_path / "one")
+        assert (caught.value.path, caught.value.hint) == (str(tmp_path / "one" / "new"), hint)
+        found = nostall.verify(tmp_path / "one" / "new")
+        assert (found.ok, found.state) == (False, State.UNREADABLE)
+    with hide(tmp_path / "two" / "new"), caplog.at_level("WARNING", "nostall"):
         assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "old")
-    assert caught.value.path == str(tmp_path / "one" / "save")
-    assert caught.value.hint == "try again when storage answers"
-    assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "save")
+    assert f"skipped {tmp_path / 'two' / 'new'}: the checkpoint cannot be read" in caplog.text
+    assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "new")
 
 
 @pytest.mark.parametrize("part", [".distcp", ".metadata"])
@@ -567,25 +592,6 @@ def test_a_file_that_another_host_has_just_made_is_not_missing(
             assert nostall.is_complete(tmp_path / "save")
         assert storage.denied
     assert "load" not in look or torch.equal(found["w"], torch.ones(9))
-
-
-@pytest.mark.parametrize("hidden", ["new", "new/.metadata"])
-def test_what_may_not_be_read_is_not_denied(
-    tmp_path: Path, hidden: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Not damage, and no reason to start from scratch; an older one is taken with a warning."""
-    for path in ("one/new", "two/old", "two/new"):
-        by_queue(tmp_path / path, small_state())
-    (tmp_path / "one" / "lost+found").mkdir()
-    with without_permission(tmp_path / "one" / hidden):
-        with pytest.raises(ReadError, match="Permission denied") as caught:
-            nostall.latest_complete(tmp_path / "one")
-        assert caught.value.hint == "give this user the right to read it"
-        found = nostall.verify(tmp_path / "one" / "new")
-        assert (found.ok, found.state) == (False, State.UNREADABLE)
-    with without_permission(tmp_path / "two" / hidden), caplog.at_level("WARNING", "nostall"):
-        assert nostall.latest_complete(tmp_path / "two") == str(tmp_path / "two" / "old")
-    assert f"skipped {tmp_path / 'two' / 'new'}: the checkpoint cannot be read" in caplog.text
 
 
 def test_a_shard_that_may_not_be_read_is_not_damage(tmp_path: Path) -> None:

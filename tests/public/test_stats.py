@@ -12,25 +12,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.stats import SaveStats
+from programs.entry_points import planned
 from support.faults import Fault, inject
-from support.ranks import run_ranks
 from support.states import small_state
 
 
 def saved(path: Path, **options: Any) -> tuple[SaveStats, float]:
     """The statistics of a split save, and how long it took by the clock."""
     began_s = time.monotonic()
-    writer = FileSystemWriterAsync(path, **options)
-    state = {**small_state(), "large": torch.ones(3 << 20)}
-    planned = save_state_dict_async_plan(state, writer)
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
-    finalize = [lambda: save_state_dict_async_finalize(*planned)]
+    writer, request = planned(path, {**small_state(), "large": torch.ones(3 << 20)}, **options)
     with AsyncCallsQueue() as queue:
-        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn))
+        queue.schedule_async_request(request)
     stats = writer.stats
     assert stats is not None
     return stats, time.monotonic() - began_s
@@ -60,7 +55,7 @@ def test_stages_that_follow_each_other_add_up_to_less_than_the_whole(
 def test_a_slow_device_shows_as_fsync_and_not_elsewhere(tmp_path: Path) -> None:
     """A stage that takes half a second more is the one that says so, and no other."""
     with inject(Fault.delay("fsync", 0.5)):
-        stats, took_s = saved(tmp_path / "save")
+        stats, took_s = saved(tmp_path / "save", thread_count=1)
     assert stats.written_s >= stats.fsync_s >= 0.5
     others_s = stats.plan_s + stats.layout_s + stats.stage_s + stats.queue_s + stats.commit_s
     assert others_s + stats.written_s <= took_s
@@ -68,7 +63,7 @@ def test_a_slow_device_shows_as_fsync_and_not_elsewhere(tmp_path: Path) -> None:
 
 def test_the_trace_shows_trainer_and_writer_on_one_clock(tmp_path: Path) -> None:
     """A file that trace viewers read: complete events with times in order, on named tracks."""
-    stats, _ = saved(tmp_path / "save")
+    stats, _ = saved(tmp_path / "save", thread_count=1)
     stats.write_trace(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     tracks = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
@@ -78,13 +73,6 @@ def test_the_trace_shows_trainer_and_writer_on_one_clock(tmp_path: Path) -> None
     order = ["plan", "stage", "write __0_0.distcp", "commit"]
     assert [spans[name]["ts"] for name in order] == sorted(spans[name]["ts"] for name in order)
     assert all(each["dur"] >= 0 for each in spans.values())
-
-
-def test_the_slowest_rank_is_named_on_all_ranks(tmp_path: Path) -> None:
-    """By the rank whose device is slow, and by the other one; only the first logs."""
-    for facts in run_ranks(2, "statistics:the_slowest_rank_is_named_on_all_ranks", tmp_path):
-        assert facts["slowest"] == 1
-        assert facts["lines"] == (2 if facts["rank"] == 0 else 0)
 
 
 @pytest.mark.parametrize("staging", ["dcp.save", "blocking", "overlapped"])

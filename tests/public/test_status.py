@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,23 @@ def is_writing(status: SaveStatus) -> bool:
     return status.state == "writing"
 
 
+@contextmanager
+def held(path: Path, point: str, after: int = 0, **options: Any) -> Iterator[AsyncCallsQueue]:
+    """A split save that stands still at a point, passed so many times, until the block ends."""
+    with Hold(point) as hold, AsyncCallsQueue() as queue:
+        # For longer than the writer is silent between two reports.
+        faults = [Fault.delay(point, 0.3)] if after else []
+        with inject(*faults, Fault({**hold.fault.plain, "after": after})):
+            schedule(queue, path, STATE, **options)
+        hold.wait_reached()
+        yield queue
+        hold.release()
+
+
 def test_overlapped_staging_is_seen_as_such(tmp_path: Path) -> None:
     """While tensors are being copied the state is that."""
-    with Hold("stage") as hold, AsyncCallsQueue() as queue:
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "saved", STATE, staging="overlapped")
-        hold.wait_reached()
+    with held(tmp_path / "saved", "stage", staging="overlapped"):
         assert only_save().state == "staging"
-        hold.release()
 
 
 def test_a_save_is_followed_from_its_snapshot_to_its_end(tmp_path: Path) -> None:
@@ -91,32 +101,23 @@ def test_a_save_is_followed_from_its_snapshot_to_its_end(tmp_path: Path) -> None
 def test_a_save_that_stands_still_shows_how_far_it_came(tmp_path: Path) -> None:
     """After so many chunks, which is what storage has taken; a deadline's message says it, too."""
     written = 3 * CHUNK_NBYTES
-    with Hold("chunk") as hold, AsyncCallsQueue() as queue:
-        held = {**hold.fault.plain, "after": 3}
-        slow = Fault.delay("chunk", 0.3)  # for longer than the writer is silent between two reports
-        with inject(slow, Fault(held)):
-            schedule(queue, tmp_path / "saved", STATE)
-        hold.wait_reached()
+    with held(tmp_path / "saved", "chunk", after=3) as queue:
         status = reached(lambda status: status.written_nbytes == written)
         assert status.state == "writing"
         assert "writing, 0.2 of 1.6 MB" in str(status)
         with pytest.raises(TimeoutError, match=f"save to {tmp_path}/saved: writing, 0.2 of 1.6 MB"):
             queue.wait(timeout=0.1)
-        hold.release()
 
 
 def test_saves_of_one_process_are_distinguished(tmp_path: Path) -> None:
     """One is being written, the other one waits for its turn; the older one comes first."""
-    with Hold("chunk") as hold, AsyncCallsQueue() as queue:
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "one", STATE)
+    with held(tmp_path / "one", "chunk") as queue:
         reached(is_writing)
         schedule(queue, tmp_path / "two", STATE)
         one, two = nostall.status()
         assert (one.path, two.path) == (str(tmp_path / "one"), str(tmp_path / "two"))
         assert (one.state, two.state) == ("writing", "staged")
         assert one.seconds > two.seconds
-        hold.release()
 
 
 def test_a_synchronous_save_can_be_looked_at_from_another_thread(tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import serialization
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.checkpoint import api, filesystem, metadata, utils
@@ -22,7 +20,6 @@ from torch.distributed.checkpoint import api, filesystem, metadata, utils
 import nostall
 from checkpoints import make
 from nostall import _torch
-from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import UnsupportedTorchError
 from support.ranks import run_ranks
 
@@ -149,22 +146,10 @@ def test_a_failure_can_be_sent_to_other_ranks() -> None:
 MADE = sorted(path.parent for path in make.HERE.glob("torch-*/*/.metadata"))
 
 
-@pytest.mark.parametrize("path", MADE, ids=lambda path: f"{path.parent.name}, {path.name}")
-def test_checkpoints_of_another_torch_are_read(path: Path) -> None:
-    """Whichever supported torch wrote it, older or newer: it is verified and loaded bit by bit."""
-    assert nostall.verify(path).ok
-    loaded: dict[str, Any] = {
-        "model": {"weight": torch.zeros(4, 3)},
-        "optimizer": {"step": torch.zeros(()), "lr": 0},
-    }
-    dcp.load(loaded, storage_reader=CachedMetadataFileSystemReader(path))
-    for part, expected in make.state().items():
-        for name, value in expected.items():
-            assert torch.equal(torch.as_tensor(loaded[part][name]), torch.as_tensor(value))
-
-
 @pytest.mark.parametrize("root", sorted({path.parent for path in MADE}), ids=lambda root: root.name)
 def test_checkpoints_of_another_torch_are_found(root: Path) -> None:
-    """A job that was moved to another torch goes on from where it was, and not from zero."""
+    """Each is whole, and a job that was moved to another torch goes on from where it was."""
+    made = [path for path in MADE if path.parent == root]
+    assert [path for path in made if not nostall.verify(path).ok] == []
     found = {nostall.latest_complete(root, deep=deep) for deep in (False, True)}
-    assert found <= {str(path) for path in MADE}
+    assert found <= {str(path) for path in made}

@@ -17,35 +17,26 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from typing_extensions import assert_type
 
 import nostall
-from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from nostall.core import AsyncCallsQueue, AsyncRequest
-from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.integrity import Verification
 from nostall.manager import Restored
-from nostall.state_dict_saver import (
-    CheckpointMetadataCache,
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
-)
-from nostall.stats import SaveStats
+from nostall.state_dict_saver import CheckpointMetadataCache
 
 STATE = {"weight": torch.zeros(1)}
 
 
 def saves(path: Path) -> None:
     dcp.save(STATE, storage_writer=nostall.FileSystemWriterAsync(path, thread_count=2))
-    future = dcp.async_save(STATE, storage_writer=FileSystemWriterAsync(path))
+    future = dcp.async_save(STATE, storage_writer=nostall.FileSystemWriterAsync(path))
     assert isinstance(future, Future)
-    writer = FileSystemWriterAsync(path, staging="overlapped")
+    writer = nostall.FileSystemWriterAsync(path, staging="overlapped")
     response = dcp.async_save(STATE, storage_writer=writer, async_stager=writer)
     assert isinstance(response, AsyncSaveResponse)
     assert_type(writer.wait_staged(timeout=1.0), None)
-    assert_type(writer.stats, SaveStats | None)
+    assert_type(writer.stats, nostall.SaveStats | None)
 
 
 def every_option(path: Path, mode: nostall.options.StagingMode) -> None:
-    FileSystemWriterAsync(path, True, False, 2, 10_000_000, False, True, None)
-    FileSystemWriterAsync(
+    nostall.FileSystemWriterAsync(path, True, False, 2, 10_000_000, False, True, None)
+    nostall.FileSystemWriterAsync(
         str(path),
         single_file_per_rank=False,
         sync_files=False,
@@ -65,38 +56,40 @@ def every_option(path: Path, mode: nostall.options.StagingMode) -> None:
     )
 
 
-class Subclass(FileSystemWriterAsync):
+class Subclass(nostall.FileSystemWriterAsync):
     def __init__(self, path: Path, *args: Any, **kwargs: Any) -> None:
         super().__init__(path, *args, **kwargs)
 
 
 # Each `type: ignore` is a mistake that type checkers have to see; one that they miss is an error.
 def mistakes(path: Path) -> None:
-    FileSystemWriterAsync(path, thread_cuont=2)  # type: ignore[call-arg]
-    FileSystemWriterAsync(path, staging="overlaped")  # type: ignore[arg-type]
+    nostall.FileSystemWriterAsync(path, thread_cuont=2)  # type: ignore[call-arg]
+    nostall.FileSystemWriterAsync(path, staging="overlaped")  # type: ignore[arg-type]
     nostall.FileSystemReader(path, verify="crc32")  # type: ignore[arg-type]
-    FileSystemWriterAsync(path, thread_count="2")  # type: ignore[arg-type]
-    FileSystemWriterAsync(path, open_file="open")  # type: ignore[arg-type]
-    FileSystemWriterAsync()  # type: ignore[call-arg]
-    FileSystemWriterAsync(path).stage()  # type: ignore[call-arg]
+    nostall.FileSystemWriterAsync(path, thread_count="2")  # type: ignore[arg-type]
+    nostall.FileSystemWriterAsync(path, open_file="open")  # type: ignore[arg-type]
+    nostall.FileSystemWriterAsync()  # type: ignore[call-arg]
+    nostall.FileSystemWriterAsync(path).stage()  # type: ignore[call-arg]
     nostall.EngineOptions(io_threds=4)  # type: ignore[call-arg]
     nostall.EngineOptions(io_threads="4")  # type: ignore[arg-type]
     nostall.configure({"io_threads": 4})  # type: ignore[arg-type]
     nostall.configure(io_threads=4)  # type: ignore[call-arg]
-    AsyncCallsQueue(on_error="wran")  # type: ignore[arg-type]
+    nostall.AsyncCallsQueue(on_error="wran")  # type: ignore[arg-type]
     nostall.verfiy(path)  # type: ignore[attr-defined]
     nostall.TorchAsyncCheckpoint().async_save(STATE)  # type: ignore[call-arg]
     nostall.TorchAsyncCheckpoint().async_save(STATE, path, protocol=2)  # type: ignore[call-arg]
 
 
 def split(path: Path) -> None:
-    writer = FileSystemWriterAsync(path)
+    writer = nostall.FileSystemWriterAsync(path)
     cache = CheckpointMetadataCache()
-    planned = save_state_dict_async_plan(STATE, writer, enable_cache=True, metadata_cache=cache)
+    planned = nostall.save_state_dict_async_plan(
+        STATE, writer, enable_cache=True, metadata_cache=cache
+    )
     save_fn, preload_fn, arguments = writer.get_save_function_and_args()
-    finalize = [lambda: save_state_dict_async_finalize(*planned)]
-    with AsyncCallsQueue() as queue:
-        request = AsyncRequest(save_fn, arguments, finalize, preload_fn=preload_fn)
+    finalize = [lambda: nostall.save_state_dict_async_finalize(*planned)]
+    with nostall.AsyncCallsQueue() as queue:
+        request = nostall.AsyncRequest(save_fn, arguments, finalize, preload_fn=preload_fn)
         assert_type(queue.schedule_async_request(request), int)
         assert_type(queue.maybe_finalize_async_calls(blocking=False), list[int])
         assert_type(queue.pending, int)
@@ -113,11 +106,11 @@ def looking(path: Path) -> None:
     assert_type(nostall.is_complete(path), bool)
     assert_type(nostall.latest_complete(path), str | None)
     found = nostall.verify(path)
-    assert_type(found, Verification)
+    assert_type(found, nostall.integrity.Verification)
     if not found.ok:
         nostall.remove_checkpoint(path)
     reader = nostall.CachedMetadataFileSystemReader(path, cache_metadata=False)
-    assert_type(reader, CachedMetadataFileSystemReader)
+    assert_type(reader, nostall.CachedMetadataFileSystemReader)
     dcp.load(STATE, storage_reader=nostall.FileSystemReader(path, verify="crc", threads=2))
     assert_type(nostall.load(STATE, path, keys=["model"], strict=False), nostall.LoadStats)
     nostall.FileSystemReader(path, process_group=dist.group.WORLD)
@@ -133,7 +126,7 @@ def managing(root: Path) -> None:
         handle = manager.save(10, STATE, metrics={"loss": 0.5}, extra={"note": 1})
         assert_type(handle.done, bool)
         assert_type(handle.result(timeout=60.0), str)
-        assert_type(handle.stats, SaveStats | None)
+        assert_type(handle.stats, nostall.SaveStats | None)
         assert_type(manager.all_steps(), list[int])
         assert_type(manager.best_step("loss"), int | None)
         manager.wait()
@@ -150,7 +143,7 @@ def engine() -> None:
 
 def failures(path: Path) -> None:
     try:
-        dcp.save(STATE, storage_writer=FileSystemWriterAsync(path))
+        dcp.save(STATE, storage_writer=nostall.FileSystemWriterAsync(path))
     except nostall.errors.WriteError as error:
         assert_type(error.rank, int | None)
         assert_type(error.path, str | None)
