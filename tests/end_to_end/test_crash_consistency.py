@@ -123,6 +123,26 @@ def outcomes(
     return found
 
 
+def require_one_or_the_other(
+    old: int | None,
+    new: int | None,
+    act: Callable[[], object],
+    out: Path,
+    then: Callable[[Path], None] | None = None,
+) -> list[str]:
+    """A crash while it acts leaves either save, and later the new one; what it did, and to what."""
+    root = out / "root"
+    before = Disk.holding(root)
+    with recorded() as operations:
+        act()
+    found = outcomes(before, root, operations, out, then)
+    assert found[0] == {old}
+    assert {old, new} in found
+    assert found[-1] == {new}
+    assert set().union(*found) == {old, new}
+    return [f"{each.name} {Path(each.path).name}" for each in operations]
+
+
 @pytest.mark.parametrize("way", [*WAYS, of_a_known_structure])
 def test_a_new_checkpoint_is_there_as_a_whole_or_not_at_all(
     root: Path, tmp_path: Path, way: Way
@@ -130,16 +150,9 @@ def test_a_new_checkpoint_is_there_as_a_whole_or_not_at_all(
     """And it is there for good when the save call has returned, its directory included."""
     for number in range(4 if way is of_a_known_structure else 0):
         way(tmp_path / f"known {number}", 0)
-    before = Disk.holding(root)
-    with recorded() as operations:
-        way(root / "checkpoint", 1)
-    made = [Path(each.path).name for each in operations if each.name == "create"]
-    assert len([name for name in made if name.endswith(".tmp")]) == 1
-    found = outcomes(before, root, operations, tmp_path)
-    assert found[0] == {None}
-    assert {1, None} in found
-    assert found[-1] == {1}
-    assert set().union(*found) == {None, 1}
+    done = require_one_or_the_other(None, 1, lambda: way(root / "checkpoint", 1), tmp_path)
+    made = [each for each in done if each.startswith("create") and each.endswith(".tmp")]
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -148,15 +161,8 @@ def test_a_checkpoint_that_is_replaced_is_there_until_the_new_one_is(
 ) -> None:
     """Never none and never a mixture; the old files go when the new checkpoint is durable."""
     way(root / "checkpoint", 1)
-    before = Disk.holding(root)
-    with recorded() as operations:
-        way(root / "checkpoint", 2)
-    assert [each.name for each in operations].count("unlink") >= 2
-    found = outcomes(before, root, operations, tmp_path)
-    assert found[0] == {1}
-    assert {1, 2} in found
-    assert found[-1] == {2}
-    assert set().union(*found) == {1, 2}
+    done = require_one_or_the_other(1, 2, lambda: way(root / "checkpoint", 2), tmp_path)
+    assert len([each for each in done if each.startswith("unlink")]) >= 2
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -165,14 +171,8 @@ def test_a_checkpoint_that_is_removed_is_there_as_a_whole_or_not_at_all(
 ) -> None:
     """A crash leaves the checkpoint or nothing like one; removing it again removes the rest."""
     way(root / "checkpoint", 1)
-    before = Disk.holding(root)
-    with recorded() as operations:
-        nostall.remove_checkpoint(root / "checkpoint")
-    found = outcomes(before, root, operations, tmp_path, then=nostall.remove_checkpoint)
-    assert found[0] == {1}
-    assert {1, None} in found
-    assert found[-1] == {None}
-    assert set().union(*found) == {1, None}
+    remove = nostall.remove_checkpoint
+    require_one_or_the_other(1, None, lambda: remove(root / "checkpoint"), tmp_path, then=remove)
 
 
 def test_the_model_finds_files_that_are_removed_before_the_metadata(

@@ -20,7 +20,7 @@ import pytest
 import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
-from programs.entry_points import loaded_wrong
+from programs.entry_points import holds
 from programs.faults import (
     ALL_FAULTS,
     AT_ONCE,
@@ -209,11 +209,6 @@ def at_once() -> Iterator[None]:
     nostall.configure(AT_ONCE)
     yield
     nostall.configure(EngineOptions())
-
-
-def holds(path: Path, seed: int) -> bool:
-    """Whether stock loads exactly this state from a checkpoint."""
-    return loaded_wrong(path, small_state(seed), small_state(9)) == []
 
 
 @pytest.mark.usefixtures("at_once")

@@ -109,6 +109,11 @@ def loaded_wrong(path: Path, expected: State, template: State, **options: Any) -
     return differing(expected, template)
 
 
+def holds(path: Path, seed: int) -> bool:
+    """Whether stock loads exactly this small state from a checkpoint."""
+    return loaded_wrong(path, small_state(seed), small_state(-1)) == []
+
+
 # --- ways to save ---------------------------------------------------------------------------------
 
 
