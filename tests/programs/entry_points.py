@@ -153,9 +153,11 @@ def by_hand(path: Path, state: State) -> None:
     """The split functions called one after the other."""
     _, request = planned(path, state)
     if request.async_fn is not None:
-        request.async_fn_args[1] = request.preload_fn()
+        assert request.preload_fn is not None
+        args = [*request.async_fn_args]
+        args[1] = request.preload_fn()
         spoil(state)
-        request.async_fn(*request.async_fn_args)
+        request.async_fn(*args)
     request.finalize_fns[0]()
 
 
