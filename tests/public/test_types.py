@@ -16,58 +16,45 @@ import nostall
 from nostall import filesystem_async, torch_ckpt
 
 
-def typed(module: ModuleType, method: str) -> ast.arguments:
-    """The arguments of a method as type checkers see them: the first of its definitions."""
-    (guarded,) = (
-        node
+def typed(module: ModuleType, method: str) -> Callable[..., Any]:
+    """A method as type checkers see it."""
+    (source,) = (
+        ast.unparse(each)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(node, ast.If)
-        and any(isinstance(each, ast.FunctionDef) and each.name == method for each in node.body)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for each in node.body
+        if isinstance(each, ast.FunctionDef) and each.name == method
     )
-    assert ast.unparse(guarded.test) == "TYPE_CHECKING"
-    (definition,) = (each for each in guarded.body if isinstance(each, ast.FunctionDef))
-    return definition.args
+    scope: dict[str, Any] = {**vars(module)}
+    exec(f"from __future__ import annotations\n{source}", scope)
+    function: Callable[..., Any] = scope[method]
+    return function
 
 
-def positional(arguments: ast.arguments) -> dict[str, str | None]:
-    """Names and default expressions of the arguments but ``self``."""
-    names = [each.arg for each in arguments.args]
-    defaults = [None] * (len(names) - len(arguments.defaults)) + [
-        ast.unparse(each) for each in arguments.defaults
-    ]
-    return dict(list(zip(names, defaults, strict=True))[1:])
-
-
-def parameters(function: Callable[..., Any], kinds: tuple[Any, ...]) -> dict[str, Any]:
+def parameters(function: Callable[..., Any], kind: Any) -> list[tuple[str, Any]]:
+    """Names and defaults, but for ``self``."""
     found = inspect.signature(function).parameters.values()
-    return {each.name: each.default for each in found if each.kind in kinds and each.name != "self"}
+    return [
+        (each.name, each.default) for each in found if each.kind is kind and each.name != "self"
+    ]
 
 
-BY_POSITION = (inspect.Parameter.POSITIONAL_OR_KEYWORD,)
-BY_KEYWORD = (inspect.Parameter.KEYWORD_ONLY,)
+BY_POSITION = inspect.Parameter.POSITIONAL_OR_KEYWORD
+BY_KEYWORD = inspect.Parameter.KEYWORD_ONLY
 
 
 def test_the_typed_constructor_has_stocks_arguments() -> None:
     """In stock's order and with the defaults of the installed torch; then nostall's own."""
-    arguments = typed(filesystem_async, "__init__")
-    scope = vars(filesystem_async)
-    seen = {
-        name: inspect.Parameter.empty if default is None else eval(default, scope)
-        for name, default in positional(arguments).items()
-    }
-    assert seen == parameters(dcp.FileSystemWriter.__init__, BY_POSITION)
-    own = {
-        argument.arg: eval(ast.unparse(default), scope)
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is not None
-    }
-    assert own == parameters(nostall.FileSystemWriterAsync.__init__, BY_KEYWORD)
+    stock, ours = dcp.FileSystemWriter.__init__, nostall.FileSystemWriterAsync.__init__
+    seen = typed(filesystem_async, "__init__")
+    assert parameters(seen, BY_POSITION) == parameters(stock, BY_POSITION)
+    assert dict(parameters(seen, BY_KEYWORD)) == dict(parameters(ours, BY_KEYWORD))
 
 
 def test_the_typed_save_has_the_arguments_of_torch_save() -> None:
     """Their names, in their order."""
-    arguments = positional(typed(torch_ckpt, "async_save"))
-    assert ["obj", *list(arguments)[1:]] == [*parameters(torch.save, BY_POSITION)]
+    names = [name for name, _ in parameters(typed(torch_ckpt, "async_save"), BY_POSITION)]
+    assert ["obj", *names[1:]] == [name for name, _ in parameters(torch.save, BY_POSITION)]
 
 
 def test_unknown_names_are_refused_at_run_time(tmp_path: Any) -> None:
