@@ -61,12 +61,10 @@ def test_one_process_saves_without_collectives(tmp_path: Path) -> None:
     assert facts == {"same": True, "shared metadata": False, "wrong": []}
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def saved_by_ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[Any]:
-    """Findings of ``entry_points.everything`` on each rank."""
-    return run_ranks(request.param, "entry_points:everything", tmp_path_factory.mktemp("ranks"))
+@pytest.fixture(scope="module")
+def saved_by_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Findings of ``entry_points.everything`` on each of two ranks."""
+    return run_ranks(2, "entry_points:everything", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("route", entry_points.ROUTES)
@@ -81,13 +79,10 @@ def test_ranks_save_with_a_planner_of_the_users_own(saved_by_ranks: list[Any]) -
     found = [facts["own planner"] for facts in saved_by_ranks]
     for facts in found:
         assert (facts["save"], facts["split"], facts["transformed"]) == (True, True, True)
-    if len(found) == 1:
-        assert found[0]["looked up"] == saved_by_ranks[0]["items"]
-    else:
-        sharded = {"columns", "even", "uneven", "sharded tensor"}
-        looked_up = [set(facts["looked up"]) for facts in found]
-        assert set.union(*looked_up) == set(saved_by_ranks[0]["items"])
-        assert set.intersection(*looked_up) - {"on one rank"} == sharded
+    looked_up = [set(facts["looked up"]) for facts in found]
+    assert set.union(*looked_up) == set(saved_by_ranks[0]["items"])
+    sharded = {"columns", "even", "uneven", "sharded tensor"}
+    assert set.intersection(*looked_up) - {"on one rank"} == sharded
 
 
 def test_ranks_save_without_collectives(saved_by_ranks: list[Any]) -> None:
@@ -99,9 +94,7 @@ def test_ranks_save_without_collectives(saved_by_ranks: list[Any]) -> None:
 
 def test_the_slowest_rank_is_named_on_all_ranks(saved_by_ranks: list[Any]) -> None:
     """By the statistics of the rank whose device is slow, and of the other; the first one logs."""
-    for rank, found in enumerate(saved_by_ranks):
-        assert found["slowest"] == len(saved_by_ranks) - 1
-        assert found["lines"] == (2 if rank == 0 else 0)
+    assert [(found["slowest"], found["lines"]) for found in saved_by_ranks] == [(1, 2), (1, 0)]
 
 
 # --- names and signatures -------------------------------------------------------------------------
