@@ -49,7 +49,7 @@ DEADLINE_S = 60.0
 
 @pytest.fixture(scope="module")
 def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    """What each rank reports of every failure; two ranks start once for all."""
+    """Reports of each rank on every failure; two ranks start once for all."""
     return run_ranks(2, "faults:everything", tmp_path_factory.mktemp("faults"))
 
 
@@ -131,10 +131,7 @@ def test_a_fault_of_one_ranks_writer_is_raised_on_every_rank_with_rank_file_and_
 
 @pytest.mark.parametrize("title", BY_SCENE)
 def test_a_failure_of_one_rank_is_raised_on_every_rank(faults: Faults, title: str) -> None:
-    """Of its storage, writer, memory, planner or clock, and of a coordinator that cannot publish.
-
-    Nothing is committed: an earlier checkpoint still loads.
-    """
+    """Whatever fails there; nothing is committed, and an earlier checkpoint still loads."""
     rank = 0 if title.startswith(OF_RANK_0) else 1
     for reports in faults:
         report = reports[title]

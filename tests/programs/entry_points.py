@@ -191,7 +191,7 @@ ROUTES = {**ALONE, "async_save_in_process": async_save_in_process}
 
 
 class OwnPlanner(DefaultSavePlanner):
-    """As users wrote them before ``storage_meta``: looks up in a stash, negates, pickles."""
+    """A user's from before ``storage_meta``: looks up in a stash, negates, pickles."""
 
     def set_up_planner(  # type: ignore[override]  # the signature of earlier torch versions
         self,

@@ -51,7 +51,7 @@ exec(compile(program, sys.argv[1], "exec"), scope)
 
 
 def run(*arguments: str, cwd: Path, ranks: int = 1, status: int = 0) -> str:
-    """What rank 0 of a program prints; each rank has to end with a status."""
+    """Rank 0's output of a program; each rank has to end with a status."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # threads that spin wait for busy cores
     if ranks > 1:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -185,7 +185,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ran(out: Path) -> Pages:
-    """What a program prints that is run once, or the second time that it is run."""
+    """Runs a program, once each time, and returns what it prints."""
 
     @cache
     def run_program(program: str, time: int = 1) -> str:

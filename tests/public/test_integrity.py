@@ -165,10 +165,7 @@ def test_no_bit_of_a_checkpoint_with_a_manifest_can_flip_unseen(
 
 
 def test_no_bit_of_the_metadata_can_flip_unseen(tmp_path: Path) -> None:
-    """Of the pickle, of the manifest, and of what the manifest is found by; nor can an end go.
-
-    But exactly behind the pickle it is a checkpoint without a manifest.
-    """
+    """Nor can its end go, but for all behind the pickle, which leaves one without a manifest."""
     by_queue(tmp_path, {"a": torch.ones(3)})
     content = (tmp_path / ".metadata").read_bytes()
     for at in range(len(content)):

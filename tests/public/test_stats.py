@@ -77,7 +77,7 @@ def test_the_trace_shows_trainer_and_writer_on_one_clock(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("staging", ["dcp.save", "blocking", "overlapped"])
 def test_saves_of_stock_dcp_have_statistics_too(tmp_path: Path, staging: Any) -> None:
-    """Of staging, writing and commit, also where DCP resets the writer in between."""
+    """Staging, writing and commit are timed, also where DCP resets the writer in between."""
     state = {"t": torch.ones(1 << 20)}
     for path in (tmp_path / "0", tmp_path / "1"):
         if staging == "dcp.save":
