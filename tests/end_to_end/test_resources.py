@@ -158,7 +158,7 @@ def test_waiting_for_memory_ends_at_the_deadline(tmp_path: Path) -> None:
     assert not (tmp_path / "second" / ".metadata").exists()
 
 
-# --- the import and the script --------------------------------------------------------------------
+# --- the import -----------------------------------------------------------------------------------
 
 
 def test_importing_nostall_starts_nothing_and_loads_no_torch() -> None:
@@ -182,32 +182,6 @@ def test_importing_nostall_starts_nothing_and_loads_no_torch() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
-    """A plain script that saves needs no ``if __name__ == "__main__"``: it runs only once."""
-    script = tmp_path / "train.py"
-    script.write_text(
-        """
-import torch
-import torch.distributed.checkpoint as dcp
-from nostall import AsyncCallsQueue, FileSystemWriterAsync
-from support.states import schedule
-
-with open("runs", "a") as runs:
-    runs.write("a run ")
-with AsyncCallsQueue() as queue:
-    schedule(queue, "split", {"weight": torch.ones(5)})
-dcp.async_save({"weight": torch.ones(5)}, storage_writer=FileSystemWriterAsync("async")).result()
-"""
-    )
-    done = run_script(str(script), cwd=tmp_path, timeout_s=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "runs").read_text() == "a run "
-    for name in ("split", "async"):
-        state = {"weight": torch.zeros(5)}
-        dcp.load(state, checkpoint_id=tmp_path / name)
-        assert torch.equal(state["weight"], torch.ones(5))
 
 
 # --- the writer process ---------------------------------------------------------------------------

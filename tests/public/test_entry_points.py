@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from nostall import core, filesystem_async
-from nostall._memory.staged_state import StagedStateDict
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import AsyncCaller, AsyncRequest
 from nostall.errors import OptionError
@@ -201,19 +200,6 @@ def test_classes_are_those_that_frameworks_expect() -> None:
     assert filesystem_async._results_queue is queue
 
 
-def test_a_rank_that_plans_alone_gets_files_of_its_own() -> None:
-    """The final plan is the local one, with the rank's prefix for its files."""
-    writer = FileSystemWriterAsync("/nowhere")
-    writer.set_up_storage_writer(False, rank=3)
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(small_state(1), is_coordinator=False)
-    local = planner.create_local_plan()
-    final = writer.prepare_decentralized_global_plan(local)
-    assert final.items == local.items
-    assert final.storage_data.prefix == "__3_"
-    assert local.storage_data is None
-
-
 def test_a_writer_with_nothing_planned_has_nothing_to_schedule() -> None:
     """Before planning, and on a rank with nothing to write, there is no save function."""
     writer = FileSystemWriterAsync("/nowhere")
@@ -234,19 +220,3 @@ def test_an_id_is_valid_if_it_can_be_used(kind: Any) -> None:
         assert not validate(invalid)
         with pytest.raises(OptionError):
             kind(invalid)
-
-
-def test_what_is_staged_is_a_private_copy(tmp_path: Path) -> None:
-    """The stager's copy shares no memory with the state, and the writer can be reset."""
-    writer = FileSystemWriterAsync(tmp_path / "one")
-    state = small_state(3)
-    staged = writer.stage(state)
-    assert isinstance(staged, StagedStateDict)
-    entry_points.spoil(state)
-    assert entry_points.differing(small_state(3), staged) == []
-    writer.synchronize_staging()
-    writer.close()
-    writer.reset(tmp_path / "two")
-    dcp.save(small_state(5), storage_writer=writer)
-    assert entry_points.loaded_wrong(tmp_path / "two", small_state(5), small_state(6)) == []
-    assert not (tmp_path / "one").exists()
