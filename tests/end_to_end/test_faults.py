@@ -27,7 +27,7 @@ from programs.faults import (
 )
 from support import loaded
 from support.faults import Fault, Hold, inject, writer_pids
-from support.ranks import run_ranks
+from support.ranks import on_ranks
 from support.states import schedule, small_state
 
 Report = dict[str, Any]
@@ -42,16 +42,9 @@ DEADLINE_S = 60.0
 # --- two ranks ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
-    """Reports of each rank on every failure; two ranks start once for all."""
-    return run_ranks(2, "faults:everything", tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture
-def faults(of_ranks: list[Report]) -> Faults:
-    """Each rank's reports of its failures, by title."""
-    return [found["faults"] for found in of_ranks]
+of_writers = on_ranks("faults:writer_scenes")
+of_others = on_ranks("faults:other_scenes")
+of_all = on_ranks("faults:writer_scenes", "faults:other_scenes")
 
 
 class Told(NamedTuple):
@@ -112,23 +105,25 @@ def failure_told(report: Report, told: Told, *, rank: int) -> Report:
     return failure
 
 
+@of_writers
 @pytest.mark.parametrize("fault", ALL_FAULTS)
 def test_a_fault_of_one_ranks_writer_is_raised_on_every_rank_with_rank_file_and_cause(
-    faults: Faults, fault: str
+    found: Faults, fault: str
 ) -> None:
     """Within seconds, whichever rank it is, and whether the ranks wait or poll."""
-    for reports, title in product(faults, (fault, f"{fault} over another")):
+    for reports, title in product(found, (fault, f"{fault} over another")):
         victim = reports[title]["victim"]
         failure = failure_told(reports[title], BY_FAULT[fault], rank=victim)
         name = Path(failure["path"]).name
         assert (name[:5], name[-7:]) == (f"__{victim}_0", ".distcp")
 
 
+@of_others
 @pytest.mark.parametrize("title", BY_SCENE)
-def test_a_failure_of_one_rank_is_raised_on_every_rank(faults: Faults, title: str) -> None:
+def test_a_failure_of_one_rank_is_raised_on_every_rank(found: Faults, title: str) -> None:
     """Whatever fails there; nothing is committed, and an earlier checkpoint still loads."""
     rank = 0 if title.startswith(OF_RANK_0) else 1
-    for reports in faults:
+    for reports in found:
         report = reports[title]
         failure_told(report, BY_SCENE[title], rank=rank)
         assert report.get("previous loads", True) is True
@@ -137,48 +132,54 @@ def test_a_failure_of_one_rank_is_raised_on_every_rank(faults: Faults, title: st
         assert title != "stopped" or report["seconds"] > 1.5
 
 
-def test_the_cause_of_a_refused_publication_is_the_systems_error(faults: Faults) -> None:
+@of_others
+def test_the_cause_of_a_refused_publication_is_the_systems_error(found: Faults) -> None:
     """On the rank itself, whose directory has something else of that name."""
-    assert "IsADirectoryError" in faults[0]["commit"]["failures"]["0"]["causes"]
+    assert "IsADirectoryError" in found[0]["commit"]["failures"]["0"]["causes"]
 
 
-def test_frameworks_find_their_words_on_the_coordinator(faults: Faults) -> None:
+@of_writers
+def test_frameworks_find_their_words_on_the_coordinator(found: Faults) -> None:
     """Text that says ``Worker failure`` is raised on the coordinator, whichever rank failed."""
-    assert all("Worker failure" in faults[0][title]["text"] for title in ALL_FAULTS)
+    assert all("Worker failure" in found[0][title]["text"] for title in ALL_FAULTS)
 
 
+@of_writers
 @pytest.mark.parametrize("fault", ALL_FAULTS)
-def test_a_failed_save_leaves_no_file_in_a_fresh_directory(faults: Faults, fault: str) -> None:
+def test_a_failed_save_leaves_no_file_in_a_fresh_directory(found: Faults, fault: str) -> None:
     """No metadata and no shard file of either rank is left."""
-    for reports in faults:
+    for reports in found:
         assert (reports[fault]["committed"], reports[fault]["files"]) == (False, [])
 
 
+@of_writers
 @pytest.mark.parametrize("fault", ALL_FAULTS)
-def test_a_failed_save_over_a_checkpoint_leaves_that_checkpoint(faults: Faults, fault: str) -> None:
+def test_a_failed_save_over_a_checkpoint_leaves_that_checkpoint(found: Faults, fault: str) -> None:
     """The previous checkpoint loads bit for bit, and nothing but its files is there."""
-    for reports in faults:
+    for reports in found:
         report = reports[f"{fault} over another"]
         assert report["previous loads"] is True
         assert report["files"] == [".metadata", "__0_0.distcp", "__1_0.distcp"]
 
 
-def test_the_save_after_a_failed_one_works(faults: Faults) -> None:
+@of_all
+def test_the_save_after_a_failed_one_works(found: Faults) -> None:
     """After any failure, a save of that structure to that directory loads bit for bit."""
-    for reports in faults:
+    for reports in found:
         assert [title for title, report in reports.items() if not report["next loads"]] == []
 
 
-def test_finalize_functions_never_run_after_a_failure(faults: Faults) -> None:
+@of_all
+def test_finalize_functions_never_run_after_a_failure(found: Faults) -> None:
     """A function that would have announced the failed checkpoint is not called on any rank."""
-    for reports in faults:
+    for reports in found:
         assert [title for title, report in reports.items() if report.get("finalized")] == []
 
 
-def test_an_async_save_whose_process_group_is_destroyed_fails(of_ranks: list[Report]) -> None:
+@on_ranks("faults:saves_begun_without_their_group")
+def test_an_async_save_whose_process_group_is_destroyed_fails(found: list[Report]) -> None:
     """Ranks that were to save together do not save alone; who was alone is not concerned."""
-    for rank, found in enumerate(of_ranks):
-        reports = found["without their group"]
+    for rank, reports in enumerate(found):
         for title in ("blocking", "overlapped", "a group"):
             report = reports[title]
             (failure,) = report["failures"].values()

@@ -180,6 +180,7 @@ def poll(queue: AsyncCallsQueue, deadline_s: float = 60.0) -> None:
 
 def writer_scenes(out: Path) -> dict[str, Report]:
     """Every fault, on one rank over nothing and on the other over a checkpoint. Collective."""
+    nostall.configure(AT_ONCE)
     reports = {}
     for number, (name, fault) in enumerate(ALL_FAULTS.items()):
         for overwritten in (False, True):
@@ -396,6 +397,7 @@ def directory_scene(out: Path, way: Callable[[Path, int], None]) -> Report:
 
 def other_scenes(out: Path) -> dict[str, Report]:
     """Everything that is not a writer's own failure. Collective."""
+    nostall.configure(AT_ONCE)
     refused = [Fault.errno("commit", errno.EISDIR)] if dist.get_rank() == 0 else []
     return {
         **stock_scenes(out),
@@ -416,15 +418,6 @@ def other_scenes(out: Path) -> dict[str, Report]:
             for what, cached in product(("no plan", "no data"), (False, True))
         },
         "stopped": stopped_scene(out / "stopped"),
-    }
-
-
-def everything(out: Path) -> Report:
-    """All of it in one start of the ranks. Collective."""
-    nostall.configure(AT_ONCE)
-    return {
-        "faults": {**writer_scenes(out / "writer"), **other_scenes(out / "other")},
-        "without their group": saves_begun_without_their_group(out / "groups"),
     }
 
 
