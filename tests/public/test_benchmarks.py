@@ -48,7 +48,6 @@ def measured(*command: str) -> Found:
     assert {len(each) for each in found["limits"]["samples"].values()} <= {1}
     for row in contenders.values():
         assert row["status"] in ("in", "not available"), row["why"]
-        assert {len(each) for each in row["samples"].values()} <= {1}
     return contenders
 
 
@@ -66,6 +65,7 @@ def test_every_contender_saves_what_it_is_given(shape: str, names: str, count: i
         if row["status"] == "in":
             figures = {column.figure for column in COLUMNS} - {"memory_nbytes"}
             assert figures <= row["samples"].keys()
+            assert len(row["samples"]["durable_s"]) == 1
     assert [each.name for each in Path.cwd().iterdir()] == ["found.json"]
 
 
@@ -75,7 +75,7 @@ def test_every_contender_loads_what_was_saved() -> None:
     contenders = measured("loads")
     assert list(contenders) == [each.name for each in load_contenders()]
     for row in contenders.values():
-        assert row["status"] != "in" or row["samples"]["cold_s"]
+        assert row["status"] != "in" or len(row["samples"]["cold_s"]) == 1
 
 
 @pytest.mark.slow
