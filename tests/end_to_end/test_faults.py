@@ -21,14 +21,16 @@ from nostall.core import AsyncCallsQueue
 from programs.entry_points import holds
 from programs.faults import (
     ALL_FAULTS,
+    DEATHS,
     ERRNO_FAULTS,
+    RAISING,
     kill_and_wait,
     outcome_of,
 )
 from support import loaded
 from support.faults import Fault, Hold, inject, writer_pids
 from support.ranks import on_ranks
-from support.states import schedule, small_state
+from support.states import WAYS, schedule, small_state
 
 Report = dict[str, Any]
 Faults = list[dict[str, Report]]
@@ -194,6 +196,29 @@ def test_an_async_save_whose_process_group_is_destroyed_fails(found: list[Report
 
 
 # --- one process ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [
+        *product(["split", "dcp.async_save"], [*DEATHS, "ENOSPC at chunk"]),
+        # A synchronous save writes in the trainer, so there is no writer process that could die.
+        *product(["dcp.save"], [*RAISING, "ENOSPC at chunk"]),
+    ],
+)
+def test_a_fault_in_a_single_process_is_raised_and_harms_nothing(
+    tmp_path: Path, way: str, fault: str
+) -> None:
+    """The failure names file and cause, the directory stays empty, and the next save works."""
+    path = tmp_path / "saved"
+    with inject(ALL_FAULTS[fault]):
+        report = outcome_of(lambda: WAYS[way](path, small_state(2)))
+    failure = failure_told(report, BY_FAULT[fault], rank=0)
+    assert failure["path"].startswith(f"{path}/__0_")
+    assert os.listdir(path) == []
+    path.rmdir()
+    WAYS[way](path, small_state(3))
+    assert holds(path, 3)
 
 
 def test_a_fault_in_one_of_several_files_names_that_file(tmp_path: Path) -> None:
