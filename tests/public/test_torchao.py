@@ -72,7 +72,10 @@ STATES: dict[str, Callable[[int], dict[str, Any]]] = {
 }
 
 
-def _bytes_of(value: Any) -> bytes:
+def _bytes_of(value: Any) -> Any:
+    """Each value of a nested state dict as ``torch.save`` writes it."""
+    if isinstance(value, dict):
+        return {name: _bytes_of(each) for name, each in value.items()}
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
