@@ -94,18 +94,15 @@ def outcome(path: str) -> dict[str, Any]:
     return {}
 
 
-def saves(path: str) -> None:
-    say(**outcome(path))
-
-
-def saves_without(call: str, path: str) -> None:
-    """Save where the system refuses a call."""
-    refuse(call, errno.EPERM)
-    say(**outcome(path))
-
-
-def saves_without_proc(path: str) -> None:
-    hide_proc()
+def saves(path: str, lack: str = "") -> None:
+    """Save where something is missing, or the system refuses a call."""
+    match lack:
+        case "os.memfd_create":
+            del os.memfd_create, os.MFD_CLOEXEC
+        case "/proc":
+            hide_proc()
+        case call if call:
+            refuse(call, errno.EPERM)
     say(**outcome(path))
 
 
@@ -117,12 +114,6 @@ def saves_as(path: str, executable: str, kind: str, interpreter: str = "") -> No
     if kind == "frozen":
         sys.frozen = True  # type: ignore[attr-defined]  # set by tools that freeze programs
     multiprocessing.set_executable(interpreter or executable)
-    say(**outcome(path))
-
-
-def saves_by_portable_python(path: str) -> None:
-    """Save by a Python that was built with an old glibc."""
-    del os.memfd_create, os.MFD_CLOEXEC
     say(**outcome(path))
 
 

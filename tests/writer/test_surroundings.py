@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,18 +78,13 @@ def latin1(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"LOCPATH": str(locales), "LC_ALL": "latin1"}
 
 
-@pytest.mark.parametrize(
-    ("options", "utf8"),
-    [(["-X", "utf8"], ""), ([], "1"), ([], "0")],
-    ids=["-X", "UTF8=1", "UTF8=0"],
-)
+@pytest.mark.parametrize(("utf8", "encoding"), [("1", "utf-8"), ("0", "latin-1")])
 def test_a_name_means_the_same_bytes_to_trainer_and_writer(
-    tmp_path: Path, latin1: dict[str, str], options: list[str], utf8: str
+    tmp_path: Path, latin1: dict[str, str], utf8: str, encoding: str
 ) -> None:
     """With and without UTF-8 mode, in a locale with another encoding."""
-    path = os.fsencode(tmp_path) + "/é".encode("utf-8" if utf8 != "0" else "latin-1")
-    environment = {**latin1, **({"PYTHONUTF8": utf8} if utf8 else {})}
-    assert told("saves", path, python=(sys.executable, *options), **environment) == {}
+    path = os.fsencode(tmp_path) + "/é".encode(encoding)
+    assert told("saves", path, python=(sys.executable, "-X", f"utf8={utf8}"), **latin1) == {}
     assert blobs(Path(os.fsdecode(path))) == expected(tmp_path)
     assert len(os.listdir(tmp_path)) == 2
 
@@ -95,22 +92,31 @@ def test_a_name_means_the_same_bytes_to_trainer_and_writer(
 # --- programs that are no interpreter -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "starts"), [("frozen", 1), ("embedded", 2)])
-def test_an_application_that_is_its_own_interpreter_is_refused(
-    tmp_path: Path, kind: str, starts: int
+@pytest.mark.parametrize(
+    ("kind", "content", "remedy", "starts"),
+    [
+        ("frozen", "", "multiprocessing.set_executable()", 1),
+        ("embedded", "", "multiprocessing.set_executable()", 2),
+        ("embedded", "true", "`exec`", 1),
+        ("embedded", f'{sys.executable} "$@"; true', "`exec`", 1),
+    ],
+    ids=["frozen", "embedding Python", "another program", "a script that does not exec"],
+)
+def test_a_program_that_is_no_interpreter_is_named_with_the_remedy(
+    tmp_path: Path, kind: str, content: str, remedy: str, starts: int
 ) -> None:
-    """It would train again, without end; the error names it, and what to set.
+    """An application that is its own interpreter would train again, without end.
 
     A frozen one is not started at all; what embeds Python says so itself when it has been started.
     """
-    application, log = tmp_path / "application", tmp_path / "starts"
-    run = f"exec {' '.join(loaded.python())} -W ignore {PROGRAM} saves_as {tmp_path / 'saved'}"
-    application.write_text(f"#!/bin/sh\n{run} {application} {kind} >{tmp_path / 'nested'}\n")
-    application.chmod(0o700)
-    failed = told("saves_as", str(tmp_path / "saved"), str(application), kind, STARTS=str(log))
+    program, log = tmp_path / "program", tmp_path / "starts"
+    itself = f"exec {' '.join(loaded.python())} -W ignore {PROGRAM} saves_as $0.saved $0 {kind}"
+    program.write_text(f"#!/bin/sh\n{content or itself} >$0.nested\n")
+    program.chmod(0o700)
+    failed = told("saves_as", str(tmp_path / "saved"), str(program), kind, STARTS=str(log))
     assert failed["kind"] == "WriterDiedError"
-    assert str(application) in failed["text"]
-    assert "multiprocessing.set_executable()" in failed["text"]
+    assert str(program) in failed["text"]
+    assert remedy in failed["text"]
     assert log.read_text() == "started\n" * starts
 
 
@@ -119,21 +125,6 @@ def test_a_frozen_application_may_name_an_interpreter(tmp_path: Path) -> None:
     path, log = tmp_path / "saved", str(tmp_path / "starts")
     assert told("saves_as", str(path), "/bin/false", "frozen", sys.executable, STARTS=log) == {}
     assert blobs(path) == expected(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["true", f'{sys.executable} "$@"; true'])
-def test_a_program_that_does_not_become_an_interpreter_is_named(
-    tmp_path: Path, content: str
-) -> None:
-    """Another program, or a script that starts Python without ``exec``; with the remedy."""
-    program = tmp_path / "program"
-    program.write_text(f"#!/bin/sh\n{content}\n")
-    program.chmod(0o700)
-    log = str(tmp_path / "starts")
-    failed = told("saves_as", str(tmp_path / "saved"), str(program), "embedded", STARTS=log)
-    assert failed["kind"] == "WriterDiedError"
-    assert str(program) in failed["text"]
-    assert "`exec`" in failed["text"]
 
 
 # --- deadlines ------------------------------------------------------------------------------------
@@ -152,24 +143,44 @@ def job_in(path: Path, **changes: Any) -> WriteJob:
     )._replace(**changes)
 
 
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    """One whose saves are given up after a second."""
+    made = Engine(EngineOptions(save_timeout_s=1.0))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("turn", range(10))
+def test_a_job_for_a_process_that_was_killed_says_so(
+    engine: Engine, tmp_path: Path, turn: int
+) -> None:
+    """Also if it is sent before anybody has noticed the death; which comes first varies."""
+    writer = engine.writer()
+    assert writer.wait_ready(DEADLINE_S)
+    os.kill(writer.pid, signal.SIGKILL)
+    with suppress(ChildProcessError):  # its parent has noticed already
+        os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
+    report = writer.submit(job_in(tmp_path), engine.lease(4096)).result(DEADLINE_S)
+    assert isinstance(report, RankFailed)
+    assert report.failure.kind == "WriterDiedError"
+    assert "killed by SIGKILL" in report.failure.message
+
+
 def test_a_process_that_does_not_read_holds_a_call_no_longer_than_its_deadline(
-    tmp_path: Path,
+    engine: Engine, tmp_path: Path
 ) -> None:
     """It is killed then, and the save fails."""
-    engine = Engine(EngineOptions(save_timeout_s=1.0))
-    try:
-        writer = engine.writer()
-        assert writer.wait_ready(DEADLINE_S)
-        os.kill(writer.pid, signal.SIGSTOP)
-        began = time.monotonic()
-        long = job_in(tmp_path, stream=bytes(1 << 24))
-        report = writer.submit(long, engine.lease(4096)).result(DEADLINE_S)
-        assert time.monotonic() - began < 20
-        assert isinstance(report, RankFailed)
-        assert report.failure.kind == "WriterDiedError"
-        assert "no longer receives messages" in report.failure.message
-    finally:
-        engine.close()
+    writer = engine.writer()
+    assert writer.wait_ready(DEADLINE_S)
+    os.kill(writer.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    long = job_in(tmp_path, stream=bytes(1 << 24))
+    report = writer.submit(long, engine.lease(4096)).result(DEADLINE_S)
+    assert time.monotonic() - began < 20
+    assert isinstance(report, RankFailed)
+    assert report.failure.kind == "WriterDiedError"
+    assert "no longer receives messages" in report.failure.message
 
 
 def test_a_save_survives_a_suspension_that_is_longer_than_its_deadline(tmp_path: Path) -> None:
@@ -189,38 +200,28 @@ def test_a_save_survives_a_suspension_that_is_longer_than_its_deadline(tmp_path:
 
 
 def test_a_trainer_that_has_become_another_user_gets_a_new_writer(
-    monkeypatch: pytest.MonkeyPatch,
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The old one ends, but only when it has written what it has."""
-    engine = Engine()
-    try:
-        old = engine.writer()
-        monkeypatch.setattr(os, "geteuid", lambda: 4321)
-        new = engine.writer()
-        assert new is not old
-        assert not old.alive
-        assert engine.writer() is new
-    finally:
-        engine.close()
+    old = engine.writer()
+    monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    new = engine.writer()
+    assert new is not old
+    assert not old.alive
+    assert engine.writer() is new
 
 
-def test_builds_of_python_without_memfd_create_save(tmp_path: Path) -> None:
-    """Such as those of conda and uv, which are built with an old glibc."""
-    assert told("saves_by_portable_python", str(tmp_path / "saved")) == {}
-    assert blobs(tmp_path / "saved") == expected(tmp_path)
-
-
-@needs_known_calls
-def test_process_descriptors_are_not_needed(tmp_path: Path) -> None:
-    """Old container profiles refuse ``pidfd_open``."""
-    assert told("saves_without", "pidfd_open", str(tmp_path / "saved")) == {}
-    assert blobs(tmp_path / "saved") == expected(tmp_path)
-
-
-@needs_root
-def test_proc_is_not_needed(tmp_path: Path) -> None:
-    """Without ``/proc`` nothing is known of memory that is free, and a save works."""
-    assert told("saves_without_proc", str(tmp_path / "saved")) == {}
+@pytest.mark.parametrize(
+    "lack",
+    [
+        "os.memfd_create",
+        pytest.param("pidfd_open", marks=needs_known_calls),
+        pytest.param("/proc", marks=needs_root),
+    ],
+)
+def test_a_save_works_without(tmp_path: Path, lack: str) -> None:
+    """Pythons built with an old glibc, old container profiles, and jails lack one of these."""
+    assert told("saves", str(tmp_path / "saved"), lack) == {}
     assert blobs(tmp_path / "saved") == expected(tmp_path)
 
 
@@ -237,7 +238,7 @@ def test_a_refused_call_is_a_typed_error_with_the_next_step(
     tmp_path: Path, call: str, kind: str, said: str
 ) -> None:
     """And no bare ``PermissionError``."""
-    failed = told("saves_without", call, str(tmp_path / "saved"))
+    failed = told("saves", str(tmp_path / "saved"), call)
     assert failed["kind"] == kind
     assert os.strerror(1) in failed["text"]
     assert said in failed["text"]
