@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import pytest
-
-from support import loaded
-from support.ranks import run_ranks
+from support.ranks import on_ranks, run_ranks
 
 
-def test_messages_of_all_lengths_arrive_in_two_collectives(tmp_path: Path) -> None:
+@on_ranks("rank_messages:messages_of_all_lengths_arrive", ranks=3)
+def test_messages_of_all_lengths_arrive_in_two_collectives(found: list[Any]) -> None:
     """Messages of all lengths arrive, from all ranks or from any one.
 
     On three ranks with the second one in charge, and on two of them; empty, short, and a megabyte.
     """
-    for said in run_ranks(3, "rank_messages:messages_of_all_lengths_arrive", tmp_path):
+    once = dict.fromkeys(("gather", "broadcast", "scatter", "all_gather"), 1)
+    for said in found:
         assert said["wrong"] == []
-        for rounds in said["rounds"]:
-            assert rounds == {
-                "all_reduce": 4,
-                "gather": 1,
-                "broadcast": 1,
-                "scatter": 1,
-                "all_gather": 1,
-            }
+        assert all(each == {"all_reduce": 4, **once} for each in said["rounds"])
 
 
-def test_ranks_whose_store_has_gone_still_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@on_ranks("rank_messages:ranks_whose_store_has_gone_still_save")
+def test_ranks_whose_store_has_gone_still_save(found: list[Any]) -> None:
     """They cannot leave each other their numbers of requests, which costs no save."""
-    monkeypatch.setenv(loaded.EXECUTABLE, loaded.executable())  # for the store's process
-    assert (
-        run_ranks(2, "rank_messages:ranks_whose_store_has_gone_still_save", tmp_path)
-        == [{"gone": True, "wrong": []}] * 2
-    )
+    assert found == [{"gone": True, "wrong": []}] * 2
 
 
 def test_ranks_without_numpy_save(tmp_path: Path) -> None:
