@@ -1,14 +1,22 @@
-"""A save holds what the state held when the call returned; no later change shows."""
+"""A save holds what the state held when changes were allowed; no later change shows.
+
+A thread changes the state whenever that is allowed, while saves go on. Whatever a save still refers
+to of the trainer's would show, as values, as an item too many, or as memory that is gone.
+"""
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import pickle
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,113 +28,128 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nostall.core import AsyncCallsQueue, AsyncRequest
+import nostall
+from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import StagingMode
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from programs.entry_points import leaves, loaded_wrong
 from programs.faults import kill_and_wait
 from support.faults import Hold, inject, writer_pids
 from support.states import blobs, read_metadata, schedule, small_state
+from support.waiting import wait_until
 
 State = dict[str, Any]
-Storages = dict[str, StorageWeakRef]
+SAVES = 12
+HELD = 3
+"""In every third save the writer stands still while everything is changed."""
+OPTIONS: dict[str, Any] = {"thread_count": 2, "sync_files": False}
 DEADLINE_S = 60.0
+MUCH = 1_200_000
+"""Elements of a tensor that overlapped staging copies behind the call."""
 
 
-# --- a state with everything in it, and what a training step may do to it -------------------------
+@pytest.fixture(autouse=True)
+def one_thread_computes() -> Iterator[None]:
+    """Else the threads of changes and of saves compete for each other's processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
-class Progress:
-    """An object of the user's own, with a tensor and a list in it."""
+# --- everything that a state may hold, and what may be done to it ---------------------------------
+
+
+class Everything:
+    """A state of some megabytes, and a round of changes that leaves no value in it as it was."""
 
     def __init__(self) -> None:
-        self.losses = [0.5, 0.25]
-        self.best = torch.tensor([0.25])
-
-
-class Training:
-    """A model and its optimizer after one step, tensors of every kind, and objects."""
-
-    def __init__(self, *, shared: bool = False, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(13, 7), nn.ReLU(), nn.Linear(7, 5, bias=False))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.step()
-        weight = torch.randn(9, 4)
-        base = torch.randn(40)
+        torch.manual_seed(0)
+        self.round = 0
+        self.model = nn.Sequential(nn.Linear(64, 700), nn.ReLU(), nn.Linear(700, 8, bias=False))
+        self.begin_optimizer()
+        base, tied = torch.randn(40), torch.randn(9, 4)
         self.own: State = {
-            "tied": weight,
-            "tied again": weight,
+            "large": torch.randn(MUCH),
+            "base": base,
             "view": base[8:24].view(4, 4),
-            "other view": base[20:],
-            "transposed": torch.randn(6, 8).t(),
-            "every other": torch.randn(5, 8)[:, ::2],
-            "scalar": torch.tensor(float(seed)),
-            "list": [torch.full((3,), 3.0), 4, {"epoch": 5}],
-            "dict": {"a": torch.ones(2), "b": {"c": "text", "d": {1, 2, 3}}},
-            "object": Progress(),
-            "bytes": bytearray(b"as it was"),
+            "tied": tied,
+            "tied again": tied,
+            "transposed": torch.randn(60, 80).t(),
+            "every other": torch.randn(50, 80)[:, ::2],
+            "scalar": torch.tensor(0.5),
+            "integers": torch.arange(1000),
+            "half": torch.randn(3000).to(torch.bfloat16),
+            "shared": torch.randn(3000).share_memory_(),
+            "gathered": torch.randn(20_000),
+            "object": SimpleNamespace(best=torch.tensor([0.25])),
+            "list": [torch.full((3,), 3.0), -1, {"epoch": -1}],
+            "objects": {"set": {-1}, "bytes": bytearray(b"-1"), "nested": {"text": "-1"}},
         }
-        if shared:
-            for tensor in self.tensors():
-                tensor.share_memory_()
-
-    def step(self) -> None:
-        self.model(torch.ones(3, 13)).square().sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     @property
     def state(self) -> State:
-        optimizer = self.optimizer.state_dict()
-        return {"model": self.model.state_dict(), "optimizer": optimizer, **self.own}
+        return {
+            "model": dict(self.model.named_parameters()),
+            "optimizer": self.optimizer.state_dict()["state"],
+            **self.own,
+        }
 
+    @property
     def tensors(self) -> list[torch.Tensor]:
-        found: list[torch.Tensor] = []
-        _collect_tensors(self.state, found)
-        return found
+        return [leaf for _, leaf in leaves(self.state) if isinstance(leaf, torch.Tensor)]
 
-    def spoil(self) -> None:
-        """Change values, containers and objects in every way that training could."""
+    def change(self) -> None:
+        """One round: values, containers, objects, keys, and the memory that tensors lie in."""
+        self.round += 1
         with torch.no_grad():
-            for tensor in self.tensors():
-                tensor.fill_(77)
+            for tensor in self.tensors:
+                tensor.fill_(self.round)
+        self.replace_parameters()
         self.step()
-        progress = self.own["object"]
-        progress.losses.append(99.0)
-        progress.best.fill_(99)
-        progress.added = "later"
-        self.own["list"][2]["epoch"] = 99
-        self.own["list"].append("later")
-        self.own["dict"]["b"]["d"].add(99)
-        self.own["dict"]["later"] = torch.ones(1)
-        self.own["bytes"][:] = b"spoiled!!"
-        self.own["later"] = torch.ones(1)
-        del self.own["tied again"]
+        # As FSDP does with what it has gathered: for a moment the memory is not there.
+        storage = self.own["gathered"].untyped_storage()
+        storage.resize_(0)
+        storage.resize_(4 * 20_000)
+        self.own["gathered"].fill_(self.round)
+        self.own["object"].best.fill_(self.round)
+        self.own["list"][1] = self.own["list"][2]["epoch"] = self.round
+        objects = self.own["objects"]
+        objects["set"].add(self.round)
+        objects["bytes"][:] = b"%d" % self.round
+        objects["nested"]["text"] = f"{self.round}"
+        self.own.pop(f"added {self.round - 1}", None)
+        self.own[f"added {self.round}"] = torch.full((5,), float(self.round))
 
-    def free(self) -> None:
-        """Take the parameters' memory away under them, as FSDP does with what it has gathered."""
+    def replace_parameters(self) -> None:
         for parameter in self.model.parameters():
-            old = parameter.untyped_storage()
-            parameter.data = torch.full_like(parameter, 55)
-            if old.resizable():
-                old.resize_(0)
+            parameter.data = torch.full_like(parameter, self.round + 0.5)
+
+    def begin_optimizer(self) -> None:
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.step()
+
+    def swap_storages(self) -> None:
+        moments = self.optimizer.state_dict()["state"][0]
+        first, second = moments["exp_avg"], moments["exp_avg_sq"]
+        first.data, second.data = second.data, first.data
+
+    def step(self) -> None:
+        self.model(torch.ones(2, 64)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def _collect_tensors(value: Any, into: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        into.append(value)
-    elif isinstance(value, Mapping):
-        for element in value.values():
-            _collect_tensors(element, into)
-    elif isinstance(value, list):
-        for element in value:
-            _collect_tensors(element, into)
-    elif isinstance(value, Progress):
-        into.append(value.best)
+def differences(path: Path, expected: State) -> list[str]:
+    """Names of what is not in a checkpoint as it is in a state; and whether there is too much."""
+    wrong = loaded_wrong(path, expected, copy.deepcopy(expected), no_dist=True)
+    surplus = len(read_metadata(path).state_dict_metadata) - len(dict(leaves(expected)))
+    return wrong + ["an item too many"] * surplus
 
 
 def saved_by_stock(path: Path, state: State) -> dict[Any, bytes]:
@@ -135,111 +158,169 @@ def saved_by_stock(path: Path, state: State) -> dict[Any, bytes]:
     return blobs(path)
 
 
-# --- ways to save, each ended by what it returns --------------------------------------------------
+class Changing(threading.Thread):
+    """Changes everything, round after round, whenever it is let."""
+
+    def __init__(self, change: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._change = change
+        self._is_let = threading.Lock()
+        self._is_let.acquire()
+        self._is_over = False
+        self._rounds = 0
+        self._failures: list[BaseException] = []
+        self.let = self._is_let.release
+
+    def run(self) -> None:
+        try:
+            while not self._is_over:
+                with self._is_let:
+                    self._change()
+                    self._rounds += 1
+                time.sleep(0.0001)  # whoever waits for the lock gets it
+        except BaseException as error:
+            self._failures.append(error)
+
+    def stop(self) -> None:
+        """Until it is let again; returns when it has stopped."""
+        assert self._is_let.acquire(timeout=DEADLINE_S)
+        assert self._failures == []
+
+    def wait_for_rounds(self, count: int) -> None:
+        """Return when it has begun and finished so many more."""
+        wanted = self._rounds + count + 1  # the one under way may have begun before
+        wait_until(lambda: self._rounds >= wanted or bool(self._failures))
+
+    def end(self) -> None:
+        self._is_over = True
+        if self._is_let.locked():
+            self.let()
+        self.join(DEADLINE_S)
 
 
-def split_save(path: Path, state: State) -> Callable[[], None]:
-    queue = AsyncCallsQueue()
-    schedule(queue, path, state)
-    return queue.close
+# --- ways to save: start one and return when changes are allowed; finish all ----------------------
 
 
-def split_save_over_several_files(path: Path, state: State) -> Callable[[], None]:
-    queue = AsyncCallsQueue()
-    schedule(queue, path, state, thread_count=4, separation_hint="model")
-    return queue.close
+class Split:
+    """The split functions and a queue; the next save is scheduled during the one before."""
+
+    def __init__(self, staging: StagingMode) -> None:
+        self._staging = staging
+        self._queue = AsyncCallsQueue()
+        self._cache = CheckpointMetadataCache()
+
+    def start(self, path: Path, state: State) -> None:
+        schedule(self._queue, path, state, cache=self._cache, **OPTIONS, staging=self._staging)
+        nostall.wait_staged(DEADLINE_S)
+
+    def finish(self) -> None:
+        self._queue.close()
 
 
-def async_save(path: Path, state: State) -> Callable[[], None]:
-    future = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path))
-    assert isinstance(future, Future)
+class InDcp:
+    """``dcp.async_save``, which has one save under way at a time."""
 
-    def wait() -> None:
-        future.result(DEADLINE_S)
+    def __init__(self, staging: StagingMode) -> None:
+        self._staging = staging
+        self._uploads: list[Any] = []
 
-    return wait
+    def start(self, path: Path, state: State) -> None:
+        writer = FileSystemWriterAsync(path, **OPTIONS, staging=self._staging)
+        response: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)
+        if self._staging == "overlapped":
+            response.staging_completion.result(DEADLINE_S)
+            response = response.upload_completion
+        self._uploads.append(response)
+
+    def finish(self) -> None:
+        while self._uploads:
+            self._uploads.pop().result(DEADLINE_S)
 
 
-WAYS = {
-    "split save": split_save,
-    "split save over several files": split_save_over_several_files,
-    "async_save": async_save,
-}
+in_each_way = pytest.mark.parametrize("way", [Split, InDcp])
+with_each_staging = pytest.mark.parametrize("staging", ["blocking", "overlapped"])
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("shared", [False, True], ids=["private memory", "shared memory"])
-@pytest.mark.parametrize("earlier_saves", [0, 2], ids=["first save", "third save"])
-def test_nothing_done_after_the_save_call_shows_in_the_checkpoint(
-    tmp_path: Path,
-    way: Callable[[Path, State], Callable[[], None]],
-    shared: bool,  # noqa: FBT001  # a parameter of the test
-    earlier_saves: int,
-) -> None:
-    """Nothing that is changed while the writer stands still is in the file.
-
-    Every value, container, object and storage of the state is changed; the same where memory and
-    places from earlier saves are used again.
-    """
-    for number in range(earlier_saves):
-        way(tmp_path / f"earlier {number}", Training(shared=shared, seed=9 + number).state)()
-    training = Training(shared=shared)
-    expected = saved_by_stock(tmp_path / "expected", training.state)
-    with Hold() as hold, inject(hold.fault):
-        finish = way(tmp_path / "saved", training.state)
-        training.spoil()
-        hold.wait_reached()
-        training.free()
+@contextmanager
+def maybe_held(changing: Changing, *, held: bool) -> Iterator[None]:
+    """Let everything be changed after the block; if asked, often while the writer stands still."""
+    if not held:
+        yield
+        changing.let()
+        return
+    with Hold() as hold:
+        with inject(hold.fault):
+            yield
+            changing.let()
+            hold.wait_reached(DEADLINE_S)
+        changing.wait_for_rounds(2)
         hold.release()
-        finish()
-    assert blobs(tmp_path / "saved") == expected
-    assert saved_by_stock(tmp_path / "later", training.state) != expected
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["private memory", "shared memory"])
+@with_each_staging
+@in_each_way
+def test_checkpoints_hold_what_was_there_when_changes_were_allowed(
+    tmp_path: Path, way: type[Split | InDcp], staging: StagingMode
+) -> None:
+    """Time and again, with values, objects, keys and storages changing until the next call."""
+    everything, saving = Everything(), way(staging)
+    expected: list[State] = []
+    changing = Changing(everything.change)
+    changing.start()
+    try:
+        for number in range(SAVES):
+            if way is InDcp:
+                saving.finish()
+            if number:
+                changing.stop()
+            expected.append(copy.deepcopy(everything.state))
+            with maybe_held(changing, held=number % HELD == 0):
+                saving.start(tmp_path / f"{number}", everything.state)
+        changing.wait_for_rounds(1)
+        saving.finish()
+        changing.stop()
+    finally:
+        changing.end()
+    wrong = {n: differences(tmp_path / f"{n}", each) for n, each in enumerate(expected)}
+    assert {number: names for number, names in wrong.items() if names} == {}
+
+
+def test_a_round_of_changes_leaves_nothing_as_it_was(tmp_path: Path) -> None:
+    """A checkpoint with any value late would be found: the test above can fail, for each name."""
+    everything = Everything()
+    before = copy.deepcopy(everything.state)
+    saving = Split("blocking")
+    saving.start(tmp_path, everything.state)
+    saving.finish()
+    assert differences(tmp_path, before) == []
+    everything.change()
+    now = everything.state
+    late = set(differences(tmp_path, {name: now[name] for name in before}))
+    assert late == dict(leaves(before)).keys()
+
+
+@with_each_staging
+@in_each_way
 def test_saving_leaves_the_trainers_tensors_where_they_are(
-    tmp_path: Path,
-    shared: bool,  # noqa: FBT001  # a parameter of the test
+    tmp_path: Path, way: type[Split | InDcp], staging: StagingMode
 ) -> None:
     """No tensor is moved to other memory, made shared, or given another version by a save."""
-    training = Training(shared=shared)
-    tensors = training.tensors()
+    everything, saving = Everything(), way(staging)
+    tensors = everything.tensors
     before = [(t.data_ptr(), t.is_shared(), t._version) for t in tensors]
-    split_save(tmp_path / "split", training.state)()
-    async_save(tmp_path / "async", training.state)()
+    saving.start(tmp_path, everything.state)
+    saving.finish()
     assert [(t.data_ptr(), t.is_shared(), t._version) for t in tensors] == before
 
 
 # --- caches hold structure, not tensors -----------------------------------------------------------
 
-
-def _replace_parameters(training: Training) -> None:
-    for parameter in training.model.parameters():
-        parameter.data = torch.randn_like(parameter)
-
-
-def _recreate_optimizer(training: Training) -> None:
-    training.optimizer = torch.optim.AdamW(training.model.parameters(), lr=0.2)
-    training.step()
-
-
-def _swap_storages(training: Training) -> None:
-    moments = training.optimizer.state_dict()["state"][0]
-    first, second = moments["exp_avg"], moments["exp_avg_sq"]
-    first.data, second.data = second.data, first.data
-
-
-def _step_twice(training: Training) -> None:
-    training.step()
-    training.step()
-
-
-CHANGES: list[Callable[[Training], None]] = [
-    _replace_parameters,
-    _recreate_optimizer,
-    _swap_storages,
-    _step_twice,
-    Training.step,
+CHANGES: list[Callable[[Everything], None]] = [
+    Everything.replace_parameters,
+    Everything.begin_optimizer,
+    Everything.swap_storages,
+    Everything.step,
+    Everything.step,
 ]
 
 
@@ -253,14 +334,14 @@ def test_five_saves_with_one_cache_each_hold_the_state_of_their_time(
     Although plan, layout and memory come from the save before, and although the writer process is a
     new one.
     """
-    training = Training()
+    everything = Everything()
     cache = CheckpointMetadataCache()
     pids = []
     with AsyncCallsQueue() as queue:
         for number, change in enumerate(CHANGES):
-            expected = saved_by_stock(tmp_path / f"expected {number}", training.state)
-            schedule(queue, tmp_path / f"saved {number}", training.state, cache=cache)
-            change(training)
+            expected = saved_by_stock(tmp_path / f"expected {number}", everything.state)
+            schedule(queue, tmp_path / f"saved {number}", everything.state, cache=cache)
+            change(everything)
             queue.wait()
             assert blobs(tmp_path / f"saved {number}") == expected
             pids += writer_pids()
@@ -275,70 +356,41 @@ def test_five_saves_with_one_cache_each_hold_the_state_of_their_time(
 # --- nothing is kept ------------------------------------------------------------------------------
 
 
-def storages_of(state: State) -> Storages:
-    """Weak references to what the tensors of a state lie in."""
-    tensors: list[torch.Tensor] = []
-    _collect_tensors(state, tensors)
-    return {
-        f"{number}: {tuple(tensor.shape)}": StorageWeakRef(tensor.untyped_storage())
-        for number, tensor in enumerate(tensors)
-        if tensor.numel()
-    }
-
-
-def still_there(storages: Storages) -> list[str]:
+def still_there(storages: dict[str, StorageWeakRef]) -> list[str]:
     return [name for name, storage in storages.items() if not storage.expired()]
 
 
-def a_state_and_its_storages() -> tuple[State, Storages]:
-    state = small_state(4)
-    storages = storages_of(state)
+def a_state_and_its_storages() -> tuple[State, dict[str, StorageWeakRef]]:
+    """A state, and weak references to what its tensors lie in."""
+    state = {**small_state(4), "large": torch.randn(MUCH)}
+    storages = {
+        name: StorageWeakRef(leaf.untyped_storage())
+        for name, leaf in leaves(state)
+        if isinstance(leaf, torch.Tensor) and leaf.numel()
+    }
     assert still_there(storages) == list(storages)
     return state, storages
 
 
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("earlier_saves", [0, 2], ids=["first save", "third save"])
+@with_each_staging
+@in_each_way
 def test_source_tensors_are_free_once_the_save_call_has_returned(
-    tmp_path: Path, way: Callable[[Path, State], Callable[[], None]], earlier_saves: int
+    tmp_path: Path, way: type[Split | InDcp], staging: StagingMode
 ) -> None:
     """A trainer that drops its tensors after the call gets their memory back during the write."""
-    for number in range(earlier_saves):
-        way(tmp_path / f"earlier {number}", small_state(number))()
-    state, storages = a_state_and_its_storages()
-    expected = saved_by_stock(tmp_path / "expected", state)
-    with Hold() as hold, inject(hold.fault):
-        finish = way(tmp_path / "saved", state)
-        hold.wait_reached()
-        del state
-        gc.collect()
-        assert still_there(storages) == []
-        hold.release()
-        finish()
-    assert blobs(tmp_path / "saved") == expected
-
-
-def test_what_a_framework_keeps_of_a_save_holds_no_tensors(tmp_path: Path) -> None:
-    """Nothing that a framework keeps of a save keeps a tensor alive once the snapshot is taken.
-
-    Writer, wrapper, metadata, snapshot and request of a save that is driven by hand.
-    """
-    state, storages = a_state_and_its_storages()
-    writer = FileSystemWriterAsync(tmp_path / "saved")
-    planned = save_state_dict_async_plan(state, writer, planner=DefaultSavePlanner())
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
-    request = AsyncRequest(
-        save_fn, args, [lambda: save_state_dict_async_finalize(*planned)], {}, preload_fn
-    )
-    snapshot = preload_fn()
-    del state
-    gc.collect()
-    assert still_there(storages) == []
-    save_fn(args[0], snapshot, *args[2:])
-    request.execute_finalize_fns(validate_matching_call_idx=False)
-    assert sorted({fqn for fqn, _ in blobs(tmp_path / "saved")}) == sorted(
-        {index.fqn for index in read_metadata(tmp_path / "saved").storage_data}
-    )
+    saving = way(staging)
+    for number in range(3):  # the last one into memory and places of the first
+        state, storages = a_state_and_its_storages()
+        expected = saved_by_stock(tmp_path / f"expected {number}", state)
+        with Hold() as hold, inject(hold.fault):
+            saving.start(tmp_path / f"saved {number}", state)
+            hold.wait_reached()
+            del state
+            gc.collect()
+            assert still_there(storages) == []
+            hold.release()
+        saving.finish()
+        assert blobs(tmp_path / f"saved {number}") == expected
 
 
 def test_a_synchronous_save_keeps_nothing_either(tmp_path: Path) -> None:
@@ -360,27 +412,19 @@ def test_metadata_of_another_checkpoint_is_not_touched_by_a_save(tmp_path: Path)
 
     Also after later saves, although they plan from it.
     """
-    cache = CheckpointMetadataCache()
     with AsyncCallsQueue() as queue:
-        schedule(queue, tmp_path / "first", small_state(0), cache=cache)
+        schedule(queue, tmp_path / "first", small_state(0), cache=CheckpointMetadataCache())
     loaded = read_metadata(tmp_path / "first")
     before = pickle.dumps(loaded)
     resumed = CheckpointMetadataCache()
     resumed.set_cached_global_metadata(loaded)
     with AsyncCallsQueue() as queue:
         for number in (1, 2, 3):
-            schedule(
-                queue,
-                tmp_path / f"save {number}",
-                small_state(number),
-                cache=resumed,
-                thread_count=2,
-            )
+            path = tmp_path / f"save {number}"
+            schedule(queue, path, small_state(number), cache=resumed, thread_count=2)
     assert pickle.dumps(loaded) == before
-    files = {
-        info.relative_path for info in read_metadata(tmp_path / "save 3").storage_data.values()
-    }
-    assert files == {"__0_0.distcp", "__0_1.distcp"}
+    places = read_metadata(tmp_path / "save 3").storage_data.values()
+    assert {info.relative_path for info in places} == {"__0_0.distcp", "__0_1.distcp"}
 
 
 def test_every_save_has_metadata_of_its_own(tmp_path: Path) -> None:
@@ -405,20 +449,15 @@ def test_every_save_has_metadata_of_its_own(tmp_path: Path) -> None:
 
 
 class ReusingPlanner(DefaultSavePlanner):
-    """Hands out one buffer again and again."""
+    """Hands out one buffer for all objects."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.buffer = io.BytesIO()
+    buffer = io.BytesIO()
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # DCP's name
-        made = super().transform_object(write_item, object)
-        if isinstance(made, io.BytesIO):
-            self.buffer.seek(0)
-            self.buffer.truncate()
-            self.buffer.write(made.getvalue())
-            return self.buffer
-        return made
+        self.buffer.seek(0)
+        self.buffer.truncate()
+        self.buffer.write(super().transform_object(write_item, object).getvalue())
+        return self.buffer
 
 
 def test_a_buffer_that_the_planner_uses_again_is_not_a_part_of_the_checkpoint(
