@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from nostall._memory.arena import Arena, Block, Lease, address_of, available_nbytes
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 from support import loaded
+from support.waiting import wait_until
 
 MIB = 1 << 20
 UNIT = 2 * MIB
@@ -44,25 +46,17 @@ def open_descriptors() -> int:
 # --- reuse ----------------------------------------------------------------------------------------
 
 
-def test_a_returned_block_is_used_again(arena: Arena) -> None:
-    """The next save gets the same memory, warm and with what an earlier one left in it."""
-    first = lease(arena, 100)
-    block = first.block
-    block.image(10, 4)[:] = b"kept"
-    first.release()
-    second = lease(arena, UNIT)
-    assert second.block is block
-    assert bytes(block.image(10, 4)) == b"kept"
-    assert arena.reserved_nbytes == UNIT
-
-
 def test_a_block_has_room_for_what_was_asked_in_whole_units() -> None:
-    """Also for nothing, so that a rank without tensors needs no special case."""
+    """Also for nothing, so that a rank without tensors needs no special case.
+
+    A program that the trainer starts does not keep the memory alive.
+    """
     for nbytes, expected in ((0, UNIT), (1, UNIT), (UNIT, UNIT), (UNIT + 1, 2 * UNIT)):
         block = Block(nbytes)
         assert block.nbytes == expected
         assert len(block.memory) == expected
         assert os.fstat(block.fd).st_blocks * 512 == expected
+        assert not os.get_inheritable(block.fd)
 
 
 def test_two_leases_never_share_memory(arena: Arena) -> None:
@@ -141,101 +135,54 @@ def test_limits_of_control_groups_count(tmp_path: Path, version: int) -> None:
 
 
 def test_memory_does_not_grow_with_the_number_of_saves(arena: Arena) -> None:
-    """A hundred saves in turn need one block, whatever the order of their sizes."""
-    for number in range(100):
-        held = lease(arena, (number * 37 % 5) * UNIT)
-        held.release()
-    assert arena.reserved_nbytes <= 2 * 5 * UNIT
+    """A hundred saves in turn need one block, warm, whatever the order of their sizes."""
+    lease(arena, 4 * UNIT).release()
     descriptors = open_descriptors()
-    for _ in range(100):
-        lease(arena, 4 * UNIT).release()
+    for number in range(100):
+        lease(arena, (number * 37 % 5) * UNIT).release()
+    assert arena.reserved_nbytes == 4 * UNIT
     assert open_descriptors() == descriptors
 
 
 # --- waiting --------------------------------------------------------------------------------------
 
 
-def test_a_lease_waits_until_another_one_is_returned(arena: Arena) -> None:
-    """With all blocks leased the next save waits, and goes on with the first that comes back."""
-    first, second = lease(arena, UNIT), lease(arena, UNIT)
-    block = second.block
-    asked, got = threading.Event(), threading.Event()
-    found: list[Lease] = []
-
-    def ask() -> None:
-        asked.set()
-        found.append(lease(arena, UNIT))
-        got.set()
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    assert asked.wait(SOON)
-    assert not found
-    second.release()
-    assert got.wait(SOON)
-    thread.join()
-    assert found[0].block is block
-    assert first.held
-    assert arena.reserved_nbytes == 2 * UNIT
-
-
 def test_a_waiting_lease_that_needs_more_than_comes_back_gets_a_larger_block(arena: Arena) -> None:
     """It is the place of the returned block that counts, not its size."""
     first, second = lease(arena, UNIT), lease(arena, UNIT)
-    found: list[Lease] = []
-    thread = threading.Thread(target=lambda: found.append(lease(arena, 3 * UNIT)))
-    thread.start()
-    first.release()
-    thread.join(SOON)
-    assert found[0].block.nbytes == 3 * UNIT
+    with pytest.raises(SaveTimeoutError, match="2 snapshot buffers"):
+        arena.lease(3 * UNIT, timeout_s=0.02)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lease, arena, 3 * UNIT)
+        first.release()
+        assert waiting.result(SOON).block.nbytes == 3 * UNIT
     assert second.held
     assert arena.reserved_nbytes == 4 * UNIT
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, 0.02])
-def test_a_deadline_is_an_error_that_says_what_to_do(arena: Arena, timeout_s: float) -> None:
-    """A save that finds no memory in time fails as a timeout, and earlier saves keep theirs."""
-    held = [lease(arena, UNIT), lease(arena, UNIT)]
-    with pytest.raises(SaveTimeoutError) as caught:
-        arena.lease(UNIT, timeout_s=timeout_s)
-    assert isinstance(caught.value, TimeoutError)
-    assert caught.value.phase == "stage"
-    assert "2 snapshot buffers" in str(caught.value)
-    assert caught.value.hint
-    assert all(one.held for one in held)
-    assert arena.reserved_nbytes == 2 * UNIT
-
-
-def test_no_more_blocks_are_out_than_allowed() -> None:
+def test_no_more_blocks_are_out_than_allowed(arena: Arena) -> None:
     """However many threads ask, at most ``max_blocks`` have one, each alone, and all get theirs."""
-    arena = Arena(max_blocks=2)
     lock = threading.Lock()
     out: list[int] = []
-    most = 0
-    turns: list[int] = []
+    most: list[int] = []
 
     def save(number: int) -> None:
-        nonlocal most
         for _ in range(20):
             held = lease(arena, UNIT)
             with lock:
                 assert held.block.id not in out
                 out.append(held.block.id)
-                most = max(most, len(out))
+                most.append(len(out))
             held.block.memory[0:1] = bytes([number])
             with lock:
                 assert held.block.memory[0] == number
                 out.remove(held.block.id)
             held.release()
-        turns.append(number)
 
-    threads = [threading.Thread(target=save, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    assert sorted(turns) == list(range(6))
-    assert 1 <= most <= 2
+    with ThreadPoolExecutor(6) as pool:
+        for done in [pool.submit(save, number) for number in range(6)]:
+            done.result(SOON)
+    assert max(most) <= 2
     assert arena.reserved_nbytes <= 2 * UNIT
 
 
@@ -280,10 +227,17 @@ def test_releasing_twice_does_not_take_the_next_ones_block() -> None:
 
 
 def test_a_closed_arena_keeps_nothing_and_gives_nothing() -> None:
-    """Free memory goes back at once, leased memory when it is returned; a new lease is an error."""
+    """Free memory goes back at once, leased memory when it is returned; a new lease is an error.
+
+    Memory is in no directory, and what is open for it is closed when it is not needed.
+    """
+    gc.collect()  # what earlier tests have left would go in the middle of this one
+    before = open_descriptors(), sorted(os.listdir("/dev/shm"))
     dropped: list[int] = []
     arena = Arena(max_blocks=2, on_drop=lambda block: dropped.append(block.id))
     held, free = lease(arena, UNIT), lease(arena, UNIT)
+    assert open_descriptors() > before[0]
+    assert sorted(os.listdir("/dev/shm")) == before[1]
     ids = [free.block.id, held.block.id]
     free.release()
     arena.close()
@@ -296,86 +250,55 @@ def test_a_closed_arena_keeps_nothing_and_gives_nothing() -> None:
         with pytest.raises(SaveAbortedError):
             lease(arena, UNIT, beyond_limit=beyond_limit)
     arena.close()
+    del held, free
+    gc.collect()
+    assert (open_descriptors(), sorted(os.listdir("/dev/shm"))) == before
 
 
-def test_closing_wakes_who_waits() -> None:
+def test_closing_wakes_who_waits(arena: Arena) -> None:
     """A save that waits for memory of an engine that is closed fails then, not at its deadline."""
-    arena = Arena(max_blocks=1)
-    held = lease(arena, UNIT)
-    asked, failed = threading.Event(), threading.Event()
-
-    def ask() -> None:
-        asked.set()
+    held = [lease(arena, UNIT), lease(arena, UNIT)]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lease, arena, UNIT)
+        wait_until(waiting.running)
+        arena.close()
         with pytest.raises(SaveAbortedError):
-            lease(arena, UNIT)
-        failed.set()
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    assert asked.wait(SOON)
-    arena.close()
-    assert failed.wait(SOON / 2)
-    thread.join()
-    assert held.held
+            waiting.result(SOON / 2)
+    assert all(one.held for one in held)
 
 
 # --- the system -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nbytes", [1 << 50, 1 << 70], ids=["a pebibyte", "more than can be said"])
+@pytest.mark.parametrize(
+    ("nbytes", "limit", "why"),
+    [
+        (1 << 50, None, "bytes available"),
+        (1 << 70, None, "bytes available"),
+        (16 * MIB, 8 * MIB, os.strerror(errno.EFBIG)),  # on files, which holds for memory as well
+    ],
+)
 def test_more_memory_than_there_is_is_an_error_that_says_how_much(
-    arena: Arena, nbytes: int
+    arena: Arena, nbytes: int, limit: int | None, why: str
 ) -> None:
-    """Nothing is taken, no descriptor stays open, and the next save that fits works."""
+    """And why. Nothing is taken, no descriptor stays open, and the next save that fits works."""
     descriptors = open_descriptors()
-    with pytest.raises(ReservationError) as caught:
-        lease(arena, nbytes)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit or soft, hard))
+    try:
+        with pytest.raises(ReservationError) as caught:
+            lease(arena, nbytes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert isinstance(caught.value, MemoryError)
     assert caught.value.nbytes == nbytes
     assert str(nbytes) in str(caught.value)
+    assert why in str(caught.value)
     assert caught.value.phase == "stage"
     assert caught.value.hint
     assert open_descriptors() == descriptors
     assert arena.reserved_nbytes == 0
-    assert lease(arena, UNIT).held
-
-
-def test_memory_that_the_system_refuses_is_an_error_that_says_how_much(arena: Arena) -> None:
-    """Where the system refuses, its reason is in the message; no descriptor stays open."""
-    descriptors = open_descriptors()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, hard))
-    try:
-        with pytest.raises(ReservationError) as caught:
-            lease(arena, 16 * MIB)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.nbytes == 16 * MIB
-    assert os.strerror(errno.EFBIG) in str(caught.value)
-    assert isinstance(caught.value.__cause__, OSError)
-    assert open_descriptors() == descriptors
     assert lease(arena, 16 * MIB).held
-
-
-def test_blocks_leave_no_descriptor_and_no_file_behind() -> None:
-    """Memory is in no directory, and what is open for it is closed when it is not needed."""
-    gc.collect()  # what earlier tests have left would go in the middle of this one
-    before = open_descriptors(), sorted(os.listdir("/dev/shm"))
-    arena = Arena(max_blocks=3)
-    held = [lease(arena, UNIT) for _ in range(3)]
-    assert open_descriptors() > before[0]
-    assert sorted(os.listdir("/dev/shm")) == before[1]
-    held.pop().release()
-    arena.close()
-    del held
-    gc.collect()
-    assert arena.reserved_nbytes == 0
-    assert (open_descriptors(), sorted(os.listdir("/dev/shm"))) == before
-
-
-def test_descriptors_of_blocks_are_not_inherited() -> None:
-    """A program that the trainer starts does not keep the snapshot memory alive."""
-    assert not os.get_inheritable(Block(UNIT).fd)
 
 
 # --- forked children ------------------------------------------------------------------------------
@@ -462,7 +385,7 @@ def test_a_forked_child_has_nothing_to_do_with_the_arena(script: str) -> None:
 
 
 def test_a_lease_is_found_by_any_address_in_its_block(arena: Arena) -> None:
-    """From the first byte to the last, and nothing outside."""
+    """From the first byte to the last, and nothing outside; until it is released."""
     one, other = lease(arena, UNIT), lease(arena, 2 * UNIT)
     for held in (one, other):
         begin = address_of(held.block)
@@ -471,18 +394,10 @@ def test_a_lease_is_found_by_any_address_in_its_block(arena: Arena) -> None:
     assert arena.lease_at(0) is None
     outside = address_of(Block(UNIT))
     assert arena.lease_at(outside) is None
-
-
-def test_a_released_lease_is_not_found(arena: Arena) -> None:
-    """Memory that was returned has no holder, and then its next one."""
-    first = lease(arena, UNIT)
-    address = address_of(first.block)
-    first.label = "old"
-    first.release()
+    address, one.label = address_of(one.block), "old"
+    one.release()
     assert arena.lease_at(address) is None
-    second = lease(arena, UNIT)
-    assert arena.lease_at(address) is second
-    assert second.label is None
+    assert lease(arena, UNIT).label is None
 
 
 def test_leases_can_be_looked_for_while_others_come_and_go() -> None:
@@ -494,18 +409,17 @@ def test_leases_can_be_looked_for_while_others_come_and_go() -> None:
 
     def come_and_go() -> None:
         while not done.is_set():
-            held = [lease(arena, UNIT) for _ in range(6)]
-            for one in held:
+            for one in [lease(arena, UNIT) for _ in range(6)]:
                 one.release()
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    thread = threading.Thread(target=come_and_go)
-    thread.start()
     try:
-        for _ in range(3000):
-            assert arena.lease_at(address) is fixed[0]
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(come_and_go)
+            for _ in range(3000):
+                assert arena.lease_at(address) is fixed[0]
+            done.set()
     finally:
         done.set()
-        thread.join(SOON)
         sys.setswitchinterval(interval)

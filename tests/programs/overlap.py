@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,20 @@ from support.faults import Hold, inject
 from support.states import schedule
 
 
+def failed_ranks(wait: Callable[[], Any]) -> list[int]:
+    try:
+        wait()
+    except CheckpointException as error:
+        return sorted(error.failures)
+    return []
+
+
 def one_rank_that_forgets_to_wait_fails_the_save_on_all(out: Path) -> dict[str, Any]:
-    """The second rank changes a tensor while its snapshot waits for memory."""
+    """The second rank changes a tensor while its snapshot waits for memory, or is being taken."""
     nostall.configure(EngineOptions(max_in_flight=1))
     queue = AsyncCallsQueue()
-    facts: dict[str, Any] = {"failed ranks": []}
     state = {**make_state(2), f"large {dist.get_rank()}": torch.zeros(5 << 20, dtype=torch.uint8)}
+    facts: dict[str, Any] = {}
     with Hold() as hold:
         with inject(hold.fault):
             schedule(queue, out / "before", make_state(1))
@@ -34,29 +43,11 @@ def one_rank_that_forgets_to_wait_fails_the_save_on_all(out: Path) -> dict[str, 
         if dist.get_rank() == 1:
             state["large 1"].add_(1)
         hold.release()
-        try:
-            queue.wait()
-        except CheckpointException as error:
-            facts["failed ranks"] = sorted(error.failures)
+        facts["split"] = failed_ranks(queue.wait)
     schedule(queue, out / "next", make_state(3), staging="overlapped")
     nostall.wait_staged(60)
     queue.close()
-    facts["committed"] = sorted(path.parent.name for path in out.glob("*/.metadata"))
-    facts["wrong"] = [
-        *loaded_wrong(out / "before", make_state(1), make_state(0)),
-        *loaded_wrong(out / "next", make_state(3), make_state(0)),
-    ]
-    return facts
-
-
-def dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets(out: Path) -> dict[str, Any]:
-    """The second rank changes a tensor that ``dcp.async_save`` is still staging."""
-    facts: dict[str, Any] = {"failed ranks": []}
-    state = {
-        f"large {dist.get_rank()}": torch.zeros(5 << 20, dtype=torch.uint8),
-        "small": torch.ones(3),
-    }
-    writer = FileSystemWriterAsync(out / "save", staging="overlapped")
+    writer = FileSystemWriterAsync(out / "async", staging="overlapped")
     with Hold("stage") as hold:
         with inject(hold.fault):
             response: Any = dcp.async_save(state, storage_writer=writer)
@@ -64,9 +55,10 @@ def dcp_async_save_on_two_ranks_fails_on_both_if_one_forgets(out: Path) -> dict[
         if dist.get_rank() == 1:
             state["large 1"].add_(1)
         hold.release()
-    try:
-        response.upload_completion.result(100)
-    except CheckpointException as error:
-        facts["failed ranks"] = sorted(error.failures)
+    facts["async"] = failed_ranks(lambda: response.upload_completion.result(100))
     facts["committed"] = sorted(path.parent.name for path in out.glob("*/.metadata"))
+    facts["wrong"] = [
+        *loaded_wrong(out / "before", make_state(1), make_state(0)),
+        *loaded_wrong(out / "next", make_state(3), make_state(0)),
+    ]
     return facts

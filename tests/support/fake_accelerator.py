@@ -138,8 +138,6 @@ class FakeAccelerator:
         self.records_no_event = False
         self.allocated_on: list[FakeStream] = []
         """The current stream of each allocation, to which torch's allocators give the memory."""
-        self.will_fail = 0
-        """So many allocations of pinned memory raise :class:`MemoryError`."""
         self._on_device: dict[int, torch.Tensor] = {}
         self.pinned_at: dict[int, _Pinned] = {}
         self._entered = ExitStack()
@@ -175,9 +173,6 @@ class FakeAccelerator:
     def pinned(self, nbytes: int) -> torch.Tensor:
         if not self.can_pin:
             raise RuntimeError("the fake accelerator refuses to pin memory")
-        if self.will_fail:
-            self.will_fail -= 1
-            raise MemoryError("the fake accelerator's host has no memory")
         pinned = _Pinned(self, nbytes)
         made = torch.frombuffer(pinned.memory(), dtype=torch.uint8)
         with self.lock:
