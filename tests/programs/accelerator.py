@@ -5,8 +5,9 @@ Each takes an empty directory and a device, and fails with an ``AssertionError``
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,43 +57,32 @@ def grown(state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _saves_what_the_stream_had_come_to(out: Path, device: str, staging: str) -> None:
-    cache = CheckpointMetadataCache()
-    with AsyncCallsQueue() as queue:
-        for number in range(4):
-            state = grown(state_on(device, number))
-            schedule(queue, out / f"{number}", state, cache=cache, staging=staging)
-            nostall.wait_staged()
-            state["large"].zero_()
-            queue.wait()
-            stock = by_stock(out / f"stock {number}", grown(state_on(device, number)))
-            assert blobs(out / f"{number}") == stock
-
-
-def kernels_told_before_the_call_are_seen(out: Path, device: str) -> None:
-    """And later ones are not; in first saves and in known ones."""
-    _saves_what_the_stream_had_come_to(out, device, "blocking")
-
-
-def kernels_told_after_it_is_safe_are_not_seen(out: Path, device: str) -> None:
-    """Overlapped staging comes after the stream's work before the call and before later work."""
-    _saves_what_the_stream_had_come_to(out, device, "overlapped")
-
-
-def a_stream_of_the_users_own_is_followed(out: Path, device: str) -> None:
-    """The copies come after the earlier work of whichever stream is current at the call."""
+def on_each_stream(device: str) -> Iterator[AbstractContextManager[Any]]:
+    """The current stream, and one of the user's own where there are streams."""
     module = torch.get_device_module(device)
-    side = module.Stream() if device != "cpu" else None
-    for staging in ("blocking", "overlapped"):
-        with AsyncCallsQueue() as queue, nullcontext() if side is None else module.stream(side):
-            state = grown(state_on(device, 3))
-            schedule(queue, out / staging, state, staging=staging)
-            nostall.wait_staged()
-            state["large"].zero_()
+    yield nullcontext()
+    module.synchronize()
+    if device != "cpu":
+        yield module.stream(module.Stream())
         module.synchronize()
-        assert blobs(out / staging) == by_stock(
-            out / f"stock {staging}", grown(state_on(device, 3))
-        )
+
+
+def a_save_comes_between_the_kernels_before_it_and_those_after(out: Path, device: str) -> None:
+    """In first saves and in known ones, with either way of staging.
+
+    The kernels are those of whichever stream is current at the call.
+    """
+    for number, stream in enumerate(on_each_stream(device)):
+        for staging in ("blocking", "overlapped"):
+            cache, saved = CheckpointMetadataCache(), out / f"{number} {staging}"
+            for seed in range(4):
+                with AsyncCallsQueue() as queue, stream:
+                    state = grown(state_on(device, seed))
+                    schedule(queue, saved / f"{seed}", state, cache=cache, staging=staging)
+                    nostall.wait_staged()
+                    state["large"].zero_()
+                stock = by_stock(saved / f"stock {seed}", grown(state_on(device, seed)))
+                assert blobs(saved / f"{seed}") == stock
 
 
 def stocks_calls_save_what_stock_saves(out: Path, device: str) -> None:
@@ -178,20 +168,15 @@ def loads_fill_tensors_of_the_device(out: Path, device: str) -> None:
 
     On the current stream, also if it is one of the user's own.
     """
-    module = torch.get_device_module(device)
-    side = module.Stream() if device != "cpu" else None
     saved = _with_small_ones(device, 7)
     by_stock(out, saved)
     verifications: tuple[Verify, ...] = ("none", "crc")
-    for load in LOADS:
-        for verify in verifications:
-            for stream in (None, side):
-                module.synchronize()
-                with nullcontext() if stream is None else module.stream(stream):
-                    state = grown(_with_small_ones(device, 8))
-                    load(out, state, verify)
-                    assert _differing(state, saved) == []
-                module.synchronize()
+    for load, verify in product(LOADS, verifications):
+        for stream in on_each_stream(device):
+            with stream:
+                state = grown(_with_small_ones(device, 8))
+                load(out, state, verify)
+                assert _differing(state, saved) == []
 
 
 def loads_convert_to_the_form_of_their_targets(out: Path, device: str) -> None:
@@ -200,17 +185,16 @@ def loads_convert_to_the_form_of_their_targets(out: Path, device: str) -> None:
     shapes = {"large": (700, 900), "small": (7, 9)}
     saved = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     by_stock(out, {name: each.to(device) for name, each in saved.items()})
-    for load in LOADS:
-        for dtype in (torch.float32, torch.bfloat16):
-            for name, (rows, columns) in shapes.items():
-                targets = [
-                    torch.zeros(rows, columns, dtype=dtype, device=device),
-                    torch.zeros(columns, rows, dtype=dtype, device=device).t(),
-                    torch.zeros(rows, 2 * columns, dtype=dtype, device=device)[:, ::2],
-                ]
-                for target in targets:
-                    load(out, {name: target}, "none")
-                    assert torch.equal(_bits(target), _bits(saved[name].to(dtype)))
+    for load, dtype, name in product(LOADS, (torch.float32, torch.bfloat16), shapes):
+        rows, columns = shapes[name]
+        targets = [
+            torch.zeros(rows, columns, dtype=dtype, device=device),
+            torch.zeros(columns, rows, dtype=dtype, device=device).t(),
+            torch.zeros(rows, 2 * columns, dtype=dtype, device=device)[:, ::2],
+        ]
+        for target in targets:
+            load(out, {name: target}, "none")
+            assert torch.equal(_bits(target), _bits(saved[name].to(dtype)))
 
 
 def loads_of_shards_take_their_slices(out: Path, device: str) -> None:
@@ -222,21 +206,13 @@ def loads_of_shards_take_their_slices(out: Path, device: str) -> None:
     dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
     try:
         mesh = init_device_mesh(device, (count,))
-        for load in LOADS:
-            for dimension in (0, 1):
-                for dtype in (torch.float32, torch.bfloat16):
-                    expected = saved.chunk(count, dimension)[rank].to(dtype)
-                    local = torch.zeros(expected.shape, dtype=dtype, device=device)
-                    sharded = DTensor.from_local(
-                        local,
-                        mesh,
-                        [Shard(dimension)],
-                        run_check=False,
-                        shape=saved.shape,
-                        stride=saved.stride(),
-                    )
-                    load(out, {"matrix": sharded}, "none")
-                    assert torch.equal(_bits(sharded.to_local()), _bits(expected))
+        for load, dimension, dtype in product(LOADS, (0, 1), (torch.float32, torch.bfloat16)):
+            expected = saved.chunk(count, dimension)[rank].to(dtype)
+            local = torch.zeros(expected.shape, dtype=dtype, device=device)
+            form: dict[str, Any] = {"shape": saved.shape, "stride": saved.stride()}
+            sharded = DTensor.from_local(local, mesh, [Shard(dimension)], run_check=False, **form)
+            load(out, {"matrix": sharded}, "none")
+            assert torch.equal(_bits(sharded.to_local()), _bits(expected))
     finally:
         dist.destroy_process_group()
 
@@ -288,9 +264,7 @@ def memory_that_cannot_be_pinned_is_no_kernels_fault(out: Path, device: str) -> 
 
 
 ANYWHERE: tuple[Check, ...] = (
-    kernels_told_before_the_call_are_seen,
-    kernels_told_after_it_is_safe_are_not_seen,
-    a_stream_of_the_users_own_is_followed,
+    a_save_comes_between_the_kernels_before_it_and_those_after,
     stocks_calls_save_what_stock_saves,
     optimizers_wait_for_the_copy,
     loads_fill_tensors_of_the_device,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import zlib
-from typing import IO, Any, cast
+from typing import IO
 
 from torch.distributed.checkpoint._extension import StreamTransformExtension
 
@@ -25,26 +25,19 @@ class Zlib(StreamTransformExtension):
         return "stream.zlib/1"
 
     def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        return cast("IO[bytes]", _Compressing(output))
+        return _Compressing(output)
 
     def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002  # torch's name
         return io.BytesIO(zlib.decompress(input.read()))
 
 
-class _Compressing(io.RawIOBase):
+class _Compressing(io.BytesIO):
     def __init__(self, output: IO[bytes]) -> None:
+        super().__init__()
         self._output = output
-        self._compressor = zlib.compressobj()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, piece: Any) -> int:
-        self._output.write(self._compressor.compress(piece))
-        return memoryview(piece).nbytes
 
     def close(self) -> None:
         if not self.closed:
-            self._output.write(self._compressor.flush())
+            self._output.write(zlib.compress(self.getvalue()))
             self._output.close()
         super().close()
