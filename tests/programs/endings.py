@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,9 +25,7 @@ import nostall
 from nostall._engine import Engine
 from nostall._queue import ending
 from nostall._queue.ending import finish_all_at_exit
-from nostall._ranks import agreement
-from nostall.core import AsyncCallsQueue, AsyncRequest
-from nostall.errors import SaveTimeoutError, StagingError
+from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from support.ending import end
@@ -65,8 +63,7 @@ def ends(out: Path, how: str, fault: str = "") -> None:
 def ends_on_ranks(out: Path, how: str) -> None:
     """Schedule a save on two ranks and let the script end, or let rank 1 exit at once."""
     nostall.configure(EngineOptions(exit_timeout_s=2.0))
-    queue = AsyncCallsQueue()
-    schedule(queue, out / "first", {f"rank{dist.get_rank()}": torch.ones(1000)})
+    _save_on_ranks(out)
     if how == "one without the others" and dist.get_rank() == 1:
         os._exit(0)
 
@@ -89,32 +86,50 @@ def ends_in_dcp(out: Path, how: str) -> None:
 def gets_sigterm(out: Path, how: str) -> None:
     """Be asked to end, at some moment, with something to do or not."""
     handled: list[int] = []
-    if how in ("with a handler", "too late, and asked twice"):
+    if how == "with a handler":
         signal.signal(signal.SIGTERM, lambda number, _: handled.append(int(number)))
-    nostall.drain_on_sigterm(
-        grace_s={
-            "too late": 2.0,
-            "too late at exit": 2.0,
-            "too late, and slow to give up": 2.0,
-            "too late, and several are pending": 2.0,
-            "too late, and asked twice": 2.0,
-            "without a poll": 4.0,
-            "after a failure": 8.0,
-        }.get(how, 60.0)
-    )
+    nostall.drain_on_sigterm({"without a poll": 4.0, "after a failure": 8.0}.get(how, 60.0))
+    queue = AsyncCallsQueue()
     if how == "in a synchronous save":
         writer = FileSystemWriterAsync(out / "save")
         with inject(Fault.kill("chunk", signal.SIGTERM)):  # which is this process
             dcp.save(small_state(), storage_writer=writer, no_dist=True)
-        print("it is committed", flush=True)
-        _train_for_ever()
-    if how == "too late at exit":
-        queue = AsyncCallsQueue()
-        with inject(Fault.kill("chunk", signal.SIGSTOP)):
-            schedule(queue, out / "save", small_state())
+    elif how == "with nothing to do":
         os.kill(os.getpid(), signal.SIGTERM)
-        _train_for_ever()
-    if "too late, and" in how:
+    else:
+        with Hold("chunk") as hold:
+            with inject(hold.fault):
+                schedule(queue, out / "save", small_state())
+            hold.wait_reached()
+            os.kill(os.getpid(), signal.SIGTERM)
+            hold.release()
+    print("training goes on", flush=True)
+    with nullcontext() if how in ("returns", "exits", "raises") else queue:
+        match how:
+            case "raises" | "raises in a block":
+                raise ValueError("a worker got the signal, too")
+            case "exits":
+                sys.exit(0)
+            case "from another thread":
+                thread = threading.Thread(target=queue.wait)
+                thread.start()
+                thread.join()
+                print("finished", queue.pending, flush=True)
+            case "after a failure":
+                with inject(Fault.errno("open", errno.ENOSPC)):
+                    schedule(queue, out / "lost", small_state())
+        if how not in ("returns", "at a poll", "with a handler"):
+            _train_for_ever()
+    print("handled", handled, flush=True)
+
+
+def gets_sigterm_too_late(out: Path, how: str) -> None:
+    """Be asked to end while the writer stands still, in training or in a wait for two saves."""
+    waits = how in ("several are pending", "asked twice")
+    if how == "asked twice":
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    nostall.drain_on_sigterm(grace_s=2.0)
+    if waits or how == "slow to give up":
         give_up = Engine.abort
 
         def abort(self: Engine, reason: str) -> None:
@@ -122,54 +137,17 @@ def gets_sigterm(out: Path, how: str) -> None:
             threading.Event().wait(30)
 
         Engine.abort = abort  # type: ignore[method-assign]  # slower than the grace time
-    if how in ("too late, and several are pending", "too late, and asked twice"):
-        if how == "too late, and asked twice":
-            os.kill(os.getpid(), signal.SIGTERM)  # and again before its watch looks
-        queue = AsyncCallsQueue()
+    if how == "asked twice":
+        os.kill(os.getpid(), signal.SIGTERM)  # and again before its watch looks
+    queue = AsyncCallsQueue()
+    with nullcontext() if waits or how == "at exit" else queue:
         with inject(Fault.kill("chunk", signal.SIGSTOP)):
-            schedule(queue, out / "save", small_state())
-            schedule(queue, out / "behind", small_state())
+            for name in ("save", "behind")[: 1 + waits]:
+                schedule(queue, out / name, small_state())
         os.kill(os.getpid(), signal.SIGTERM)
-        queue.wait()
-    with AsyncCallsQueue() as queue:
-        if how != "with nothing to do":
-            stuck = [Fault.kill("chunk", signal.SIGSTOP)] if "too late" in how else []
-            with inject(*stuck):
-                schedule(queue, out / "save", small_state())
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("training goes on", flush=True)
-        if how == "without a poll" or "too late" in how:
-            _train_for_ever()
-        if how == "from another thread":
-            thread = threading.Thread(target=queue.wait)
-            thread.start()
-            thread.join()
-            print("finished", queue.pending, flush=True)
-            _train_for_ever()
-        if how == "after a failure":
-            with inject(Fault.errno("open", errno.ENOSPC)):
-                schedule(queue, out / "lost", small_state())
-            _train_for_ever()
-    print("handled", handled, flush=True)
-
-
-def ends_after_sigterm(out: Path, how: str) -> None:
-    """The signal arrives while a save is under way; then the program ends by itself."""
-    nostall.drain_on_sigterm(grace_s=60.0)
-    with Hold("chunk") as hold:
-        queue = AsyncCallsQueue()
-        with inject(hold.fault):
-            schedule(queue, out / "save", small_state())
-        hold.wait_reached()
-        os.kill(os.getpid(), signal.SIGTERM)
-        hold.release()
-    if how == "raises in a block":
-        with queue:
-            raise ValueError("a worker got the signal, too")
-    if how == "raises":
-        raise ValueError("a worker got the signal, too")
-    if how == "exits":
-        sys.exit(0)
+        if waits:
+            queue.wait()
+        _train_for_ever()
 
 
 def gets_sigterm_at(out: Path, first: str, moments: str, step: str) -> None:
@@ -218,6 +196,13 @@ def _close_and_end(path: Path, moment: int, *, leaves_one: bool) -> None:
 def _train_for_ever() -> None:
     while True:
         time.sleep(0.01)  # a step, after which the main thread looks for signals
+
+
+def _save_on_ranks(out: Path) -> AsyncCallsQueue:
+    """A queue with a save under way."""
+    queue = AsyncCallsQueue()
+    schedule(queue, out / "save", {f"rank{dist.get_rank()}": torch.ones(1000)})
+    return queue
 
 
 def is_interrupted(out: Path) -> None:
@@ -292,18 +277,16 @@ def queues_are_finished_in_the_same_order_on_all_ranks(out: Path) -> None:
 
 def sigterm_on_one_rank_lets_all_finish_within_two_polls(out: Path) -> dict[str, Any]:
     """Only rank 1 is asked to end; both poll once a step."""
-    rank = dist.get_rank()
     nostall.drain_on_sigterm(grace_s=60.0)
     ended = None
     polls = 0
     with Hold("chunk") as hold:
-        queue = AsyncCallsQueue()
         with inject(hold.fault):
-            schedule(queue, out / "save", {f"rank{rank}": torch.ones(1000)})
+            queue = _save_on_ranks(out)
         hold.wait_reached()
         queue.poll()
         assert queue.pending == 1
-        if rank == 1:
+        if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         hold.release()
         try:
@@ -312,14 +295,14 @@ def sigterm_on_one_rank_lets_all_finish_within_two_polls(out: Path) -> dict[str,
                 queue.poll()
         except SystemExit as error:
             ended = error.code
-    return {"ended": ended, "polls": polls, "pending": queue.pending}
+    ok = nostall.verify(out / "save").ok
+    return {"ended": ended, "polls": polls, "pending": queue.pending, "ok": ok}
 
 
-def a_poll_does_not_wait_for_ranks_that_poll_later(out: Path) -> None:
+def a_poll_does_not_wait_for_ranks_that_poll_later(out: Path) -> bool:
     """Rank 1 polls only when rank 0's poll has returned."""
     store = dist.distributed_c10d._get_default_store()
-    queue = AsyncCallsQueue()
-    schedule(queue, out / "save", {f"rank{dist.get_rank()}": torch.ones(1000)})
+    queue = _save_on_ranks(out)
     if dist.get_rank() == 0:
         assert queue.poll() == []
         store.set("rank 0 has polled", "")
@@ -328,14 +311,14 @@ def a_poll_does_not_wait_for_ranks_that_poll_later(out: Path) -> None:
         assert queue.poll() == []
     while queue.pending:
         queue.poll()
+    return nostall.verify(out / "save").ok
 
 
 def a_second_ctrl_c_leaves_the_wait_for_other_ranks(out: Path) -> str:
     """Rank 0 waits for rank 1, which goes on only when that has been interrupted."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     store = dist.distributed_c10d._get_default_store()
-    queue = AsyncCallsQueue()
-    schedule(queue, out / "save", {f"rank{dist.get_rank()}": torch.ones(1000)})
+    queue = _save_on_ranks(out)
     left = "nothing"
     if dist.get_rank() == 0:
         interrupting = interrupt_the_wait(2)
@@ -354,37 +337,11 @@ def a_second_ctrl_c_leaves_the_wait_for_other_ranks(out: Path) -> str:
 def one_raises_after_a_poll_while_the_other_hangs(out: Path) -> None:
     """torch would wait for rank 1 before it ends the process of rank 0."""
     ending.LEAVING_S = 0.5
-    with AsyncCallsQueue() as queue:
-        schedule(queue, out / "save", {f"rank{dist.get_rank()}": torch.ones(1000)})
+    with _save_on_ranks(out) as queue:
         if dist.get_rank() == 0:
             queue.poll()
             raise ValueError("the error in the loop")
         threading.Event().wait()
-
-
-def a_rank_that_does_not_poll_is_named_instead_of_waited_for(out: Path) -> str | None:
-    """Rank 1 does not take part in a poll, having scheduled nothing but what was refused."""
-    nostall.configure(EngineOptions(save_timeout_s=2.0))
-    agreement.PATIENCE_S = 0.0
-    store = dist.distributed_c10d._get_default_store()
-    queue = AsyncCallsQueue()
-    said = None
-    if dist.get_rank() == 0:
-        queue.schedule_async_request(AsyncRequest(None, (), []))
-    else:
-        with suppress(StagingError):  # rank 0 says whether it counts
-            queue.schedule_async_request(AsyncRequest(print, (threading.Lock(),), []))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        try:
-            queue.wait()
-        except SaveTimeoutError as error:
-            said = str(error)
-        store.set("rank 0 is done", "")
-    else:
-        store.wait(["rank 0 is done"])
-    queue.close(abort=True)
-    return said
 
 
 def main() -> None:

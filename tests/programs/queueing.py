@@ -1,31 +1,33 @@
-"""Ranks that schedule requests through queues."""
+"""Ranks that schedule requests through queues; a fact that is not as it should be fails them."""
 
 from __future__ import annotations
 
-import errno
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from concurrent.futures import wait
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nostall import is_complete
+from nostall import configure, is_complete
 from nostall._queue import ending
+from nostall._ranks import agreement
 from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
-from nostall.errors import SaveTimeoutError
+from nostall.errors import SaveTimeoutError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import calls
 from programs.entry_points import State, loaded_wrong
-from support.faults import Fault, Hold, inject, writer_pids
+from support.faults import Hold, inject, writer_pids
 from support.states import schedule
-
-Facts = dict[str, Any]
 
 
 def _state(seed: int) -> State:
@@ -33,268 +35,224 @@ def _state(seed: int) -> State:
     return {"shared": torch.full((6,), float(seed)), f"own {rank}": torch.full((rank + 1,), seed)}
 
 
-def _wrong(path: Path, seed: int) -> list[str]:
-    return loaded_wrong(path, _state(seed), _state(0))
+def _require_saved(path: Path, seed: int) -> None:
+    assert loaded_wrong(path, _state(seed), _state(0)) == []
 
 
-def _nothing(*finalize: Callable[[], Any]) -> AsyncRequest:
+def nothing(*finalize: Callable[[], Any]) -> AsyncRequest:
+    """A request with nothing to do in the background."""
     return AsyncRequest(None, [], list(finalize))
 
 
-def _failure(do: Callable[[], Any]) -> Facts:
-    try:
-        do()
-    except CheckpointException as error:
-        return {"ranks": sorted(error.failures), "text": str(error)}
-    return {"ranks": [], "text": "it did not fail"}
-
-
-def _names(path: Path) -> list[str]:
+def names(path: Path) -> list[str]:
+    """Names in a directory; none if it does not exist."""
     return sorted(p.name for p in path.iterdir()) if path.exists() else []
 
 
-def in_order(out: Path) -> Facts:
+def in_order(out: Path) -> None:
     """Requests of all kinds through one queue; the order in which they are finalised."""
     finalized: list[Any] = []
     order: list[str] = []
-    rank = dist.get_rank()
+    mine = dist.get_rank() == 1
+    archive = [torch.arange(3), str(out / "second.pt")] if mine else []
+    save = torch.save if mine else None
+    only = {} if mine else {"only": torch.ones(4)}
     with AsyncCallsQueue() as queue:
-        scheduled = [schedule(queue, out / "first", _state(1))]
-        archive = torch.save if rank == 1 else None
-        arguments = [torch.arange(3), str(out / "second.pt")] if rank == 1 else []
-        request = AsyncRequest(archive, arguments, [lambda: order.append("second")])
-        scheduled.append(queue.schedule_async_request(request))
-        scheduled.append(queue.schedule_async_request(_nothing(lambda: order.append("third"))))
-        empty = {} if rank == 1 else {"only": torch.ones(4)}
-        scheduled.append(schedule(queue, out / "fourth", empty))
-        scheduled.append(schedule(queue, out / "fifth", _state(5)))
-        pending = [queue.pending]
+        schedule(queue, out / "first", _state(1))
+        queue.schedule_async_request(AsyncRequest(save, archive, [lambda: order.append("second")]))
+        queue.schedule_async_request(nothing(lambda: order.append("third")))
+        schedule(queue, out / "fourth", only)
+        assert schedule(queue, out / "fifth", _state(5)) == 4
+        assert queue.pending == 5
         while queue.pending:
             finalized += queue.poll()
-        pending.append(queue.get_num_unfinalized_calls())
-        scheduled.append(schedule(queue, out / "sixth", _state(6)))
+        assert schedule(queue, out / "sixth", _state(6)) == 5
         finalized += queue.wait()
-        worker = _worker_failures(queue)
-        after = schedule(queue, out / "after", _state(7))
-        finalized_after = queue.wait()
-    expected = {"only": torch.ones(4)} if rank == 0 else {}
+        assert queue.get_num_unfinalized_calls() == 0
+    assert finalized == [0, 1, 2, 3, 4, 5]
+    assert order == ["second", "third"]
     dist.barrier()
-    return {
-        "scheduled": scheduled,
-        "finalized": finalized,
-        "order": order,
-        "pending": pending,
-        "archive": torch.load(out / "second.pt").tolist(),
-        "files of fourth": _names(out / "fourth"),
-        "worker": {**worker, "after": finalized_after == [after]},
-        "wrong": [
-            *_wrong(out / "first", 1),
-            *loaded_wrong(out / "fourth", expected, {k: v.clone() for k, v in expected.items()}),
-            *_wrong(out / "fifth", 5),
-            *_wrong(out / "sixth", 6),
-            *_wrong(out / "after", 7),
-        ],
-    }
+    assert torch.load(out / "second.pt").tolist() == [0, 1, 2]
+    assert names(out / "fourth") == [".metadata", "__0_0.distcp"]
+    assert loaded_wrong(out / "fourth", only, {name: torch.zeros(4) for name in only}) == []
+    for seed, name in ((1, "first"), (5, "fifth"), (6, "sixth")):
+        _require_saved(out / name, seed)
 
 
-def _worker_failures(queue: AsyncCallsQueue) -> Facts:
-    """A rank's Python worker raises, then dies."""
-    facts: Facts = {}
-    for name, call, argument in (("raises", calls.explode, "no luck"), ("dies", calls.leave, 17)):
-        mine = dist.get_rank() == 1
-        queue.schedule_async_request(
-            AsyncRequest(call if mine else None, [argument] if mine else [], [])
-        )
-        facts[name] = _failure(queue.wait)
-    return facts
-
-
-def two_queues(out: Path) -> Facts:
+def two_queues(out: Path) -> None:
     """Two queues on the same ranks, finalised in the other order than they were scheduled."""
     with AsyncCallsQueue() as model, AsyncCallsQueue(persistent=False) as ema:
-        scheduled = [
-            schedule(model, out / "model 0", _state(1)),
-            schedule(ema, out / "ema 0", _state(2)),
-            schedule(model, out / "model 1", _state(3)),
-        ]
-        finalized = [ema.wait(), model.wait()]
-    return {
-        "scheduled": scheduled,
-        "finalized": finalized,
-        "wrong": [
-            *_wrong(out / "model 0", 1),
-            *_wrong(out / "ema 0", 2),
-            *_wrong(out / "model 1", 3),
-        ],
-    }
+        assert schedule(model, out / "model 0", _state(1)) == 0
+        assert schedule(ema, out / "ema 0", _state(2)) == 0
+        assert schedule(model, out / "model 1", _state(3)) == 1
+        assert ema.wait() == [0]
+        assert model.wait() == [0, 1]
+    for seed, name in enumerate(("model 0", "ema 0", "model 1"), 1):
+        _require_saved(out / name, seed)
 
 
-def failures(out: Path) -> Facts:
-    """One rank's storage is full, or its snapshot fails; a save before and one after go well."""
-    return {
-        f"{where} of rank {rank}": _fail_between(out / where / str(rank), where, rank)
-        for where, rank in (("storage", 1), ("storage", 0), ("snapshot", 1), ("finalizer", 1))
-    }
-
-
-def _fail_between(out: Path, where: str, rank: int) -> Facts:
-    mine = dist.get_rank() == rank
+def fails(out: Path, where: str) -> dict[str, Any]:
+    """A request of rank 1 fails; a save before and one after go well."""
+    mine = dist.get_rank() == 1
     finalized: list[str] = []
-    with AsyncCallsQueue() as queue:
-        schedule(queue, out / "before", _state(1))
-        if where == "storage":
-            with inject(*[Fault.errno("chunk", errno.ENOSPC)] if mine else []):
-                schedule(queue, out / "failed", _state(2))
-        elif where == "snapshot":
+    match where:
+        case "snapshot":
             writer = FileSystemWriterAsync(out / "failed")
             planned = save_state_dict_async_plan(_state(2), writer)
             save_fn, preload_fn, args = writer.get_save_function_and_args()
-            preload_fn = partial(_fail_on, rank, preload_fn)
             finalize: list[Callable[[], Any]] = [partial(save_state_dict_async_finalize, *planned)]
-            queue.schedule_async_request(
-                AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
-            )
-        else:
-            queue.schedule_async_request(
-                _nothing(partial(_fail_on, rank), lambda: finalized.append("failed"))
-            )
+            preload_fn = partial(_fail_on_rank_1, preload_fn)
+            request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
+        case "finalizer":
+            request = nothing(_fail_on_rank_1, lambda: finalized.append("failed"))
+        case "worker-raises":
+            request = AsyncRequest(calls.explode, ["no luck"], []) if mine else nothing()
+        case _:
+            request = AsyncRequest(calls.leave, [17], []) if mine else nothing()
+    said: dict[str, Any] = {"where": where}
+    with AsyncCallsQueue() as queue:
+        schedule(queue, out / "before", _state(1))
+        queue.schedule_async_request(request)
         schedule(queue, out / "after", _state(3))
         try:
-            failed = _failure(queue.wait)
+            queue.wait()
+        except CheckpointException as error:
+            said |= {"ranks": sorted(error.failures), "text": str(error)}
         except ValueError as error:
-            failed = {"ranks": [], "text": str(error)}
-        pending = queue.pending
-        after = queue.wait()
+            said |= {"text": str(error)}
+        assert queue.pending == 1
+        assert queue.wait() == [2]
     dist.barrier()
-    return {
-        **failed,
-        "pending": pending,
-        "after": after,
-        "finalized": finalized,
-        "left": _names(out / "failed"),
-        "wrong": _wrong(out / "before", 1) + _wrong(out / "after", 3),
-    }
+    assert names(out / "failed") == []
+    _require_saved(out / "before", 1)
+    _require_saved(out / "after", 3)
+    return {**said, "finalized": finalized}
 
 
-def _fail_on(rank: int, otherwise: Callable[[], Any] = lambda: None) -> Any:
-    if dist.get_rank() == rank:
+def _fail_on_rank_1(otherwise: Callable[[], Any] = lambda: None) -> Any:
+    if dist.get_rank() == 1:
         raise ValueError("no luck")
     return otherwise()
 
 
-def not_in_time(out: Path) -> Facts:
+def not_in_time(out: Path) -> str:
     """One rank's writer is busy for longer than any wait lasts."""
-    held = dist.get_rank() == 1
+    held, said = dist.get_rank() == 1, ""
     with AsyncCallsQueue() as queue, Hold() as hold:
         with inject(*[hold.fault] if held else []):
             schedule(queue, out, _state(1))
+        if not held:
+            wait([call.outcome for call in queue._caller._calls])
+        dist.barrier()
         try:
             queue.wait(timeout=0.2)
-            text = "it was in time"
         except SaveTimeoutError as error:
-            text = str(error)
-        early = queue.poll()
+            said = str(error)
+        assert queue.poll() == []
         if held:
             hold.release()
-        return {"text": text, "early": early, "finalized": queue.wait(60), "wrong": _wrong(out, 1)}
+        assert queue.wait(60) == [0]
+    _require_saved(out, 1)
+    return said
 
 
-def different_numbers(out: Path) -> Facts:
+def different_numbers(out: Path) -> str:
     """Rank 0 has scheduled one request more; then all is aborted, and ranks go on together."""
+    said = ""
     with AsyncCallsQueue() as queue:
         for _ in range(2 if dist.get_rank() == 0 else 1):
-            queue.schedule_async_request(_nothing())
+            queue.schedule_async_request(nothing())
         try:
             queue.wait()
-            text = "it went well"
         except RuntimeError as error:
-            text = str(error)
+            said = str(error)
         queue.close(abort=True)
         index = schedule(queue, out, _state(1))
-        return {"text": text, "again": queue.wait() == [index], "wrong": _wrong(out, 1)}
+        assert queue.wait() == [index]
+    _require_saved(out, 1)
+    return said
 
 
-def only_one_rank(out: Path) -> Facts:
-    """Rank 1 alone saves with ``torch.save``, and no other rank is asked."""
+def a_rank_that_does_not_poll_is_named_instead_of_waited_for(out: Path) -> str:
+    """Rank 1 does not take part in a poll, having scheduled nothing but what was refused."""
+    del out
+    configure(EngineOptions(save_timeout_s=2.0))
+    store = dist.distributed_c10d._get_default_store()
+    said, queue = "", AsyncCallsQueue()
     if dist.get_rank() == 0:
-        return {}
-    checkpoint = TorchAsyncCheckpoint()
-    out.mkdir(parents=True)
-    checkpoint.async_save({"a": torch.ones(2)}, out / "one.pt")
-    checkpoint.finalize_async_save(blocking=True)
-    checkpoint.close()
-    return {"loaded": torch.load(out / "one.pt")["a"].tolist()}
+        queue.schedule_async_request(nothing())
+    else:
+        with suppress(StagingError):  # rank 0 says whether it counts
+            queue.schedule_async_request(AsyncRequest(print, (threading.Lock(),), []))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with patch.object(agreement, "PATIENCE_S", 0.0):
+            try:
+                queue.wait()
+            except SaveTimeoutError as error:
+                said = str(error)
+        store.set("rank 0 is done", "")
+    else:
+        store.wait(["rank 0 is done"])
+    queue.close(abort=True)
+    return said
 
 
-def errors_in_the_block(out: Path) -> Facts:
+def only_one_rank(out: Path) -> None:
+    """Rank 1 alone saves with ``torch.save``, and no other rank is asked."""
+    if dist.get_rank() == 1:
+        checkpoint = TorchAsyncCheckpoint()
+        checkpoint.async_save({"a": torch.ones(2)}, out / "one.pt")
+        checkpoint.finalize_async_save(blocking=True)
+        checkpoint.close()
+        assert torch.load(out / "one.pt")["a"].tolist() == [1, 1]
+
+
+def errors_in_the_block(out: Path) -> list[list[str]]:
     """Both ranks leave with an exception, then only rank 1, with rank 0 in a collective."""
-    facts: Facts = {}
+    notes: list[list[str]] = []
     for how in ("together", "alone"):
         leaves = how == "together" or dist.get_rank() == 1
-        queue = AsyncCallsQueue()
-        raised = KeyError("mine")
+        queue, raised = AsyncCallsQueue(), KeyError("mine")
+        handled: list[KeyError] = []
         ending.LEAVING_S = 60.0 if how == "together" else 0.2
-        try:
-            with queue if leaves else nullcontext():
-                schedule(queue, out / how, _state(1))
-                if leaves:
-                    raise raised
-        except KeyError:
-            pass
-        dist.barrier()  # where rank 0 waits meanwhile
+        with Hold() as hold:
+            try:
+                with queue if leaves else nullcontext():
+                    with inject(*[] if leaves else [hold.fault]):  # else it is committed by then
+                        schedule(queue, out / how, _state(1))
+                    if leaves:
+                        raise raised
+            except KeyError as error:
+                handled.append(error)
+            dist.barrier()  # where rank 0 waits meanwhile
         queue.close(abort=True)
-        facts[how] = {
-            "raised": raised.args[0],
-            "is complete": is_complete(out / how),
-            "note": "".join(getattr(raised, "__notes__", [])),
-        }
-    facts["together"]["wrong"] = _wrong(out / "together", 1)
-    del facts["together"]["note"]
-    return facts
+        assert handled == [raised][:leaves]
+        assert is_complete(out / how) is (how == "together")
+        notes.append(getattr(raised, "__notes__", []))
+    _require_saved(out / "together", 1)
+    return notes
 
 
-def aborted_while_stuck(out: Path) -> Facts:
+def aborted_while_stuck(out: Path) -> None:
     """The writer hangs on every rank; everything is aborted, and saved again elsewhere."""
     finalized: list[str] = []
-    with AsyncCallsQueue() as queue, AsyncCallsQueue() as other, Hold("report") as hold:
+    other = AsyncCallsQueue(persistent=False)
+    with AsyncCallsQueue() as queue, other, Hold("report") as hold:
         with inject(hold.fault):
             schedule(queue, out / "stuck", _state(1))
         schedule(other, out / "behind", _state(2))
-        other.schedule_async_request(_nothing(lambda: finalized.append("behind")))
+        other.schedule_async_request(nothing(lambda: finalized.append("behind")))
         hold.wait_reached()
         (stuck,) = writer_pids()
         abort_nvrx_checkpoint()
-        pending = [queue.pending, other.pending]
-        late = queue.poll() + other.poll()
-        indices = [
-            schedule(queue, out / "again", _state(3)),
-            schedule(other, out / "too", _state(4)),
-        ]
-        again = [queue.wait(), other.wait()]
+        assert queue.pending == other.pending == 0
+        assert queue.poll() == other.poll() == []
+        again = schedule(queue, out / "again", _state(3)), schedule(other, out / "too", _state(4))
+        assert ([again[0]], [again[1]]) == (queue.wait(), other.wait())
     dist.barrier()
-    return {
-        "pending": pending,
-        "late": late,
-        "finalized": finalized,
-        "killed": not Path(f"/proc/{stuck}").exists(),
-        "again": [[index] for index in indices] == again,
-        "left": _names(out / "stuck") + _names(out / "behind"),
-        "wrong": _wrong(out / "again", 3) + _wrong(out / "too", 4),
-    }
-
-
-def two_ranks(out: Path) -> dict[str, Facts]:
-    """All scenarios for two ranks."""
-    return {
-        scenario.__name__: scenario(out / scenario.__name__)
-        for scenario in (
-            in_order,
-            two_queues,
-            failures,
-            not_in_time,
-            different_numbers,
-            only_one_rank,
-            errors_in_the_block,
-            aborted_while_stuck,
-        )
-    }
+    assert finalized == []
+    assert not Path(f"/proc/{stuck}").exists()
+    assert names(out / "stuck") == names(out / "behind") == []
+    _require_saved(out / "again", 3)
+    _require_saved(out / "too", 4)

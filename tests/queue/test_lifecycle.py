@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import nostall
 from nostall._queue import ending
-from support.ranks import RanksFailed, run_ranks, run_script
+from support.ranks import RanksFailed, on_ranks, run_ranks, run_script
 from support.states import blobs, schedule, small_state
 from support.waiting import wait_until
 
@@ -85,7 +86,7 @@ def test_a_rank_that_cannot_complete_its_save_at_exit_ends_with_an_error(
     """In bounded time: the other ranks are gone, or the process group is."""
     with pytest.raises(RanksFailed, match="requests were lost at exit"):
         run_ranks(2, "endings:ends_on_ranks", tmp_path, how, whole_end=True)
-    assert not nostall.is_complete(tmp_path / "first")
+    assert not nostall.is_complete(tmp_path / "save")
 
 
 @pytest.mark.parametrize(
@@ -118,11 +119,12 @@ def test_queues_are_finished_in_the_same_order_on_all_ranks(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("how", "status", "printed"),
     [
-        ("at a poll", 143, ["training goes on"]),
-        ("with a handler", 0, ["training goes on", "handled [15]"]),
-        ("without a poll", 143, ["training goes on"]),
-        ("from another thread", 143, ["training goes on", "finished 0"]),
-        ("in a synchronous save", 143, ["it is committed"]),
+        ("at a poll", 143, []),
+        ("with a handler", 0, ["handled [15]"]),
+        ("without a poll", 143, []),
+        ("from another thread", 143, ["finished 0"]),
+        ("in a synchronous save", 143, []),
+        ("after a failure", 1, []),  # with the exception that the queue raises
     ],
 )
 def test_sigterm_finishes_what_is_scheduled(
@@ -130,8 +132,15 @@ def test_sigterm_finishes_what_is_scheduled(
 ) -> None:
     """It then ends the process, or calls the earlier handler, whatever the process is doing."""
     done = run("gets_sigterm", tmp_path, how)
-    assert (done.returncode, done.stdout.splitlines()) == (status, printed)
+    assert (done.returncode, done.stdout.splitlines()) == (status, ["training goes on", *printed])
     assert saved(tmp_path / "save", 0)
+    assert not nostall.is_complete(tmp_path / "lost")
+
+
+def test_sigterm_ends_a_process_with_nothing_to_do_at_once(tmp_path: Path) -> None:
+    """With the status that SIGTERM gives."""
+    done = run("gets_sigterm", tmp_path, "with nothing to do")
+    assert (done.returncode, done.stdout) == (143, "")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +150,7 @@ def test_a_program_that_ends_by_itself_after_sigterm_has_lost_nothing(
     tmp_path: Path, how: str, status: int
 ) -> None:
     """Its save is committed, nothing is said to be lost, and the exit status is its own."""
-    done = run("ends_after_sigterm", tmp_path, how)
+    done = run("gets_sigterm", tmp_path, how)
     assert done.returncode == status
     assert "SystemExit" not in done.stderr
     assert "lost" not in done.stderr
@@ -164,36 +173,15 @@ def test_sigterm_at_any_moment_of_close_and_of_the_end_loses_nothing(tmp_path: P
         assert number % 2 == 0 or nostall.verify(tmp_path / f"{number}" / "left").ok
 
 
-def test_a_failure_among_what_sigterm_finishes_does_not_lose_the_others(tmp_path: Path) -> None:
-    """Nor keep the process from ending."""
-    done = run("gets_sigterm", tmp_path, "after a failure")
-    assert done.returncode == 1  # with the exception that the queue raises
-    assert saved(tmp_path / "save", 0)
-    assert not nostall.is_complete(tmp_path / "lost")
-
-
-def test_sigterm_ends_a_process_with_nothing_to_do_at_once(tmp_path: Path) -> None:
-    """With the status that SIGTERM gives."""
-    done = run("gets_sigterm", tmp_path, "with nothing to do")
-    assert (done.returncode, done.stdout) == (143, "")
-
-
 @pytest.mark.parametrize(
-    "how",
-    [
-        "too late",
-        "too late at exit",
-        "too late, and slow to give up",
-        "too late, and several are pending",
-        "too late, and asked twice",
-    ],
+    "how", ["in a block", "at exit", "slow to give up", "several are pending", "asked twice"]
 )
 def test_sigterm_ends_a_process_whose_save_does_not_end(tmp_path: Path, how: str) -> None:
     """After the grace period the process ends with SIGTERM's status, and nothing is committed.
 
     A failure of the save, which may end the script before, gives the process no other status.
     """
-    done = run("gets_sigterm", tmp_path, how)
+    done = run("gets_sigterm_too_late", tmp_path, how)
     assert done.returncode == 143
     assert not nostall.is_complete(tmp_path / "save")
 
@@ -243,15 +231,15 @@ def test_what_fails_at_once_is_not_tried_for_minutes(
     assert "Connection closed by peer" in caplog.text
 
 
-def test_a_poll_does_not_wait_for_ranks_that_poll_later(tmp_path: Path) -> None:
+@on_ranks("endings:a_poll_does_not_wait_for_ranks_that_poll_later")
+def test_a_poll_does_not_wait_for_ranks_that_poll_later(found: list[Any]) -> None:
     """The next poll has their answer."""
-    run_ranks(2, "endings:a_poll_does_not_wait_for_ranks_that_poll_later", tmp_path)
-    assert nostall.verify(tmp_path / "save").ok
+    assert found[0]
 
 
-def test_a_second_ctrl_c_leaves_the_wait_for_other_ranks(tmp_path: Path) -> None:
+@on_ranks("endings:a_second_ctrl_c_leaves_the_wait_for_other_ranks")
+def test_a_second_ctrl_c_leaves_the_wait_for_other_ranks(found: list[Any]) -> None:
     """The first one is raised when the ranks have finalised together."""
-    found = run_ranks(2, "endings:a_second_ctrl_c_leaves_the_wait_for_other_ranks", tmp_path)
     assert found == ["the wait", "nothing"]
 
 
@@ -264,16 +252,11 @@ def test_a_rank_ends_though_another_one_never_answers(tmp_path: Path) -> None:
     assert not nostall.is_complete(tmp_path / "save")
 
 
-def test_sigterm_on_one_rank_lets_all_finish_within_two_polls(tmp_path: Path) -> None:
+@on_ranks("endings:sigterm_on_one_rank_lets_all_finish_within_two_polls")
+def test_sigterm_on_one_rank_lets_all_finish_within_two_polls(found: list[Any]) -> None:
     """Without any other communication; the rank that was asked ends, the other goes on."""
-    first, second = run_ranks(
-        2, "endings:sigterm_on_one_rank_lets_all_finish_within_two_polls", tmp_path
-    )
-    assert first == {"ended": None, "polls": 2, "pending": 0}
-    assert second == {"ended": 143, "polls": 2, "pending": 0}
-    loaded = {"rank0": torch.zeros(1000), "rank1": torch.zeros(1000)}
-    dcp.load(loaded, checkpoint_id=tmp_path / "save", no_dist=True)
-    assert all(bool((each == 1).all()) for each in loaded.values())
+    finished = {"polls": 2, "pending": 0, "ok": True}
+    assert found == [{"ended": None, **finished}, {"ended": 143, **finished}]
 
 
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:

@@ -11,21 +11,21 @@ import pytest
 import torch
 
 import nostall
-from nostall._queue.callers import AsyncRequest, committed_by
-from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from nostall._queue.callers import committed_by
+from nostall.state_dict_saver import save_state_dict_async_finalize as commit
+from nostall.state_dict_saver import save_state_dict_async_plan
 
-Made = Callable[[Any], Callable[[], Any]]
-
-
-def by_partial(planned: Any) -> Callable[[], Any]:
-    return partial(save_state_dict_async_finalize, *planned)
+Finalize = Callable[[], Any]
 
 
-def by_lambda(planned: Any) -> Callable[[], Any]:
-    return lambda: save_state_dict_async_finalize(*planned)
+@pytest.fixture
+def planned(tmp_path: Path) -> Any:
+    """Arguments that finalise a planned save."""
+    writer = nostall.FileSystemWriterAsync(tmp_path / "saved")
+    return save_state_dict_async_plan({"weight": torch.ones(3)}, writer)
 
 
-def by_closure(planned: Any, commit: Any = save_state_dict_async_finalize) -> Callable[[], Any]:
+def closure(planned: Any, commit: Any = commit) -> Finalize:
     def finalize() -> None:
         """Do nothing but commit, as Megatron's closure."""
         commit(*planned)
@@ -33,62 +33,19 @@ def by_closure(planned: Any, commit: Any = save_state_dict_async_finalize) -> Ca
     return finalize
 
 
-def with_a_default(planned: Any) -> Callable[[], Any]:
-    def finalize(before: Any = print) -> None:
-        before("committing")
-        save_state_dict_async_finalize(*planned)
+@pytest.mark.parametrize(
+    "made",
+    [lambda planned: partial(commit, *planned), lambda planned: lambda: commit(*planned), closure],
+    ids=["partial", "lambda", "closure"],
+)
+def test_what_only_commits_is_known(planned: Any, made: Callable[[Any], Finalize]) -> None:
+    """So no rank has to ask others whether it has raised, and the save is committed without it."""
+    assert committed_by(made(planned))
 
-    return finalize
 
-
-def with_a_builtin(planned: Any) -> Callable[[], Any]:
+def without_a_value(planned: Any) -> Finalize:
     def finalize() -> None:
-        print("committing")
-        save_state_dict_async_finalize(*planned)
-
-    return finalize
-
-
-def with_another_variable(planned: Any) -> Callable[[], Any]:
-    before: Any = print
-
-    def finalize() -> None:
-        before("committing")
-        save_state_dict_async_finalize(*planned)
-
-    return finalize
-
-
-def with_a_function_in_it(planned: Any) -> Callable[[], Any]:
-    def finalize() -> None:
-        (lambda: print("committing"))()  # noqa: PLC3002  # what is tried
-        save_state_dict_async_finalize(*planned)
-
-    return finalize
-
-
-def with_an_import(planned: Any) -> Callable[[], Any]:
-    def finalize() -> None:
-        import this  # noqa: F401  # what is tried
-
-        save_state_dict_async_finalize(*planned)
-
-    return finalize
-
-
-def of_several(planned: Any) -> Callable[[], Any]:
-    several = [planned, planned, planned]
-
-    def finalize() -> None:
-        for each in several:
-            save_state_dict_async_finalize(*each)
-
-    return finalize
-
-
-def without_a_value(planned: Any) -> Callable[[], Any]:
-    def finalize() -> None:
-        save_state_dict_async_finalize(*later)
+        commit(*later)
 
     if not planned:
         later = planned
@@ -102,36 +59,21 @@ class Committing:
         self.planned = planned
 
     def __call__(self) -> None:
-        save_state_dict_async_finalize(*self.planned)
+        commit(*self.planned)
 
 
-@pytest.mark.parametrize("made", [by_partial, by_lambda, by_closure])
-def test_what_only_commits_is_known(tmp_path: Path, made: Made) -> None:
-    """So no rank has to ask others whether it has raised, and the save is committed without it."""
-    assert all(map(committed_by, request_with(made, tmp_path).finalize_fns))
+UNKNOWN: dict[str, Any] = {
+    "a default": lambda planned: lambda before=print: (before(), commit(*planned)),
+    "a builtin": lambda planned: lambda: (print(), commit(*planned)),
+    "another variable": lambda planned, before=print: lambda: (before(), commit(*planned)),
+    "a function in it": lambda planned: lambda: ((lambda: 0)(), commit(*planned)),  # noqa: PLC3002  # what is tried
+    "several": lambda planned: (lambda all_of_it: lambda: commit(*all_of_it[1]))([planned] * 3),  # noqa: PLC3002  # as above
+    "no value yet": without_a_value,
+    "an instance": Committing,
+}
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        with_a_default,
-        with_a_builtin,
-        with_another_variable,
-        with_a_function_in_it,
-        with_an_import,
-        of_several,
-        without_a_value,
-        Committing,
-    ],
-)
-def test_of_other_functions_nothing_is_known(tmp_path: Path, made: Made) -> None:
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_of_other_functions_nothing_is_known(planned: Any, kind: str) -> None:
     """They run before the commit."""
-    assert not any(map(committed_by, request_with(made, tmp_path).finalize_fns))
-
-
-def request_with(made: Made, path: Path) -> AsyncRequest:
-    """A request of a planned save with such a finalize function."""
-    writer = nostall.FileSystemWriterAsync(path / "saved")
-    planned = save_state_dict_async_plan({"weight": torch.ones(3)}, writer)
-    save_fn, preload_fn, arguments = writer.get_save_function_and_args()
-    return AsyncRequest(save_fn, arguments, [made(planned)], {}, preload_fn)
+    assert not committed_by(UNKNOWN[kind](planned))
