@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from nostall._engine import default_engine, reset
 from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
 from nostall.errors import OptionError, StagingError, WriterDiedError
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.integrity import State
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
@@ -39,21 +38,6 @@ def saved_by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[i
 def async_save(path: Path, state: dict[str, Any], **options: Any) -> Any:
     writer = FileSystemWriterAsync(path, **options)
     return dcp.async_save(state, storage_writer=writer, no_dist=True)
-
-
-def test_two_saves_under_way_in_one_new_directory_do_not_share_files(tmp_path: Path) -> None:
-    """If the second of them fails, the first one's checkpoint is whole all the same."""
-    with Hold() as hold:
-        with inject(hold.fault):
-            first = async_save(tmp_path / "both", small_state(1))
-            hold.wait_reached()
-        with inject(Fault.errno("chunk", errno.ENOSPC)):
-            second = async_save(tmp_path / "both", small_state(2))
-            hold.release()
-            first.result(60)
-            with pytest.raises(CheckpointException):
-                second.result(60)
-    assert blobs(tmp_path / "both") == saved_by_stock(tmp_path / "stock", small_state(1))
 
 
 @pytest.fixture
@@ -86,21 +70,6 @@ class Halving(DefaultSavePlanner):
         return super().transform_object(write_item, object)
 
 
-def test_a_planner_that_changes_sizes_does_not_make_staged_tensors_overlap(tmp_path: Path) -> None:
-    """Places are remembered with their lengths: a tensor goes to one only if it fits exactly."""
-    state = {"a_step": torch.tensor(7), **{f"w{n}": torch.full((100,), float(n)) for n in range(6)}}
-    for number in range(3):
-        writer = FileSystemWriterAsync(tmp_path / f"{number}")
-        saved: Any = dcp.async_save(state, storage_writer=writer, planner=Halving(), no_dist=True)
-        saved.result(60)
-        for n in range(6):
-            ((_, blob),) = [
-                entry for entry in blobs(tmp_path / f"{number}").items() if entry[0][0] == f"w{n}"
-            ]
-            wanted = torch.full((100,), float(n)).to(torch.bfloat16).view(torch.uint8).numpy()
-            assert wanted.tobytes() in blob
-
-
 class Narrowing(DefaultSavePlanner):
     """Saves every second column of each tensor."""
 
@@ -114,13 +83,16 @@ class Narrowing(DefaultSavePlanner):
         super().set_up_planner(narrow, storage_meta, is_coordinator)
 
 
-def test_a_planners_view_with_gaps_is_not_taken_for_a_staged_payload(tmp_path: Path) -> None:
-    """It begins at the tensor's place in the image, but its elements are not next to each other."""
-    state = {"w": torch.arange(64.0).reshape(8, 8)}
-    dcp.save(state, checkpoint_id=tmp_path / "stock", planner=Narrowing(), no_dist=True)
-    for number in range(2):
+@pytest.mark.parametrize("planner", [Halving, Narrowing])
+def test_a_planners_own_values_do_not_lie_where_tensors_were_staged(
+    tmp_path: Path, planner: type[DefaultSavePlanner]
+) -> None:
+    """Neither values of other lengths nor a view with gaps, which begins at its tensor's place."""
+    state = {f"w{n}": torch.arange(64.0).reshape(8, 8) + n for n in range(6)}
+    dcp.save(state, checkpoint_id=tmp_path / "stock", planner=planner(), no_dist=True)
+    for number in range(3):
         writer = FileSystemWriterAsync(tmp_path / f"{number}")
-        saved: Any = dcp.async_save(state, storage_writer=writer, planner=Narrowing(), no_dist=True)
+        saved: Any = dcp.async_save(state, storage_writer=writer, planner=planner(), no_dist=True)
         saved.result(60)
         assert blobs(tmp_path / f"{number}") == blobs(tmp_path / "stock")
 
@@ -164,27 +136,11 @@ def test_an_aborted_write_through_a_users_stream_stops(tmp_path: Path) -> None:
     assert blobs(tmp_path / "saved") == saved_by_stock(tmp_path / "stock", small_state(2))
 
 
-def test_a_jagged_tensor_is_refused_when_it_is_saved(
-    tmp_path: Path, queue: AsyncCallsQueue
-) -> None:
-    """Its lengths are not numbers: no reader would understand the metadata."""
-    values = [torch.ones(2), torch.ones(3)]
-    state = {
-        "good": torch.ones(3),
-        "ragged": torch.nested.as_nested_tensor(values, layout=torch.jagged),
-    }
-    schedule(queue, tmp_path / "saved", state)
-    with pytest.raises(CheckpointException, match=r"'ragged' cannot be staged.*jagged"):
-        queue.wait()
-    assert nostall.verify(tmp_path / "saved").state is State.NOT_THERE
-
-
-@pytest.mark.parametrize("device", ["meta"])
-def test_a_default_device_does_not_reach_the_checkpoint(tmp_path: Path, device: str) -> None:
+def test_a_default_device_does_not_reach_the_checkpoint(tmp_path: Path) -> None:
     """``torch.set_default_device`` is for the model; containers and snapshots are the CPU's."""
     state = small_state(1)
     expected = saved_by_stock(tmp_path / "stock", state)
-    torch.set_default_device(device)
+    torch.set_default_device("meta")
     try:
         dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "saved"), no_dist=True)
     finally:
@@ -226,15 +182,6 @@ def test_finalize_functions_of_a_failed_synchronous_request_do_not_run(tmp_path:
     ):
         request.execute_sync()
     assert not announced
-
-
-@pytest.mark.parametrize(
-    "option", [{"cpu_priority": 50}, {"io_priority": 9}, {"sigterm_timeout": -1}]
-)
-def test_a_queue_refuses_impossible_options(option: dict[str, Any]) -> None:
-    """Where they are passed, not when the first process is started."""
-    with pytest.raises(OptionError):
-        AsyncCallsQueue(**option)
 
 
 def test_a_writer_refuses_an_unknown_store_given_as_checkpoint_id(tmp_path: Path) -> None:
@@ -328,19 +275,6 @@ def test_finalising_what_was_never_scheduled_fails_at_once(tmp_path: Path) -> No
         save_state_dict_async_finalize(*planned)
 
 
-def test_a_request_that_forgets_its_preload_function_says_so(tmp_path: Path) -> None:
-    """The error names what to pass."""
-    writer = FileSystemWriterAsync(tmp_path / "save")
-    planned = save_state_dict_async_plan(small_state(), writer)
-    save_fn, _, args = writer.get_save_function_and_args()
-    queue = AsyncCallsQueue()
-    queue.schedule_async_request(
-        AsyncRequest(save_fn, args, [lambda: save_state_dict_async_finalize(*planned)])
-    )
-    with pytest.raises(CheckpointException, match="preload_fn"):
-        queue.close()
-
-
 def test_a_writer_process_that_cannot_be_started_is_a_typed_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,43 +323,31 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
     assert "not pinned" in warning.getMessage()
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: EngineOptions(io_threads="4"),  # type: ignore[arg-type]  # on purpose
-        lambda: EngineOptions(io_threads=2000),
-        lambda: EngineOptions(io_threads=True),
-        lambda: EngineOptions(chunk_nbytes=8192.0),  # type: ignore[arg-type]  # on purpose
-        lambda: EngineOptions(copy_past_caches="no"),  # type: ignore[arg-type]  # on purpose
-        lambda: EngineOptions(direct_io="no"),  # type: ignore[arg-type]  # on purpose
-        lambda: EngineOptions(cpu_priority=3.0),  # type: ignore[arg-type]  # on purpose
-        lambda: EngineOptions(io_priority=True),
-        lambda: EngineOptions(save_timeout_s="1"),  # type: ignore[arg-type]  # on purpose
-        lambda: EngineOptions(save_timeout_s=True),
-        lambda: FileSystemWriterAsync("unused", thread_count="2"),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync("unused", thread_count=True),
-        lambda: FileSystemWriterAsync("unused", sync_files="no"),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync("unused", sync_files=None),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync("unused", overwrite="no"),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync("unused", overwrite=torch.tensor([True, False])),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync("unused", single_file_per_rank=[]),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync("unused", separation_hint=3, thread_count=2),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync("unused", staging=True),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync("unused", open_file=3),  # type: ignore[arg-type]  # on purpose
-        lambda: FileSystemWriterAsync(""),
-        lambda: FileSystemWriterAsync("a\0b"),
-        lambda: FileSystemWriterAsync("nowhere://bucket/checkpoint"),
-        lambda: nostall.warmup(-1),
-        lambda: nostall.warmup("1G"),  # type: ignore[arg-type]  # on purpose
-        lambda: nostall.configure({"io_threads": 2}),  # type: ignore[arg-type]  # on purpose
-    ],
-    ids=range(26),
-)
-def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed(wrong: Any) -> None:
+WRONG: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    *((EngineOptions, {"io_threads": value}) for value in ("4", 2000, True)),
+    *((EngineOptions, {"save_timeout_s": value}) for value in ("1", True)),
+    *((EngineOptions, {name: 3.0}) for name in ("chunk_nbytes", "cpu_priority")),
+    *((EngineOptions, {name: "no"}) for name in ("copy_past_caches", "direct_io")),
+    *((AsyncCallsQueue, {name: 50}) for name in ("cpu_priority", "io_priority")),
+    (AsyncCallsQueue, {"sigterm_timeout": -1}),
+    *((FileSystemWriterAsync, {"path": path}) for path in ("", "a\0b", "nowhere://bucket/step")),
+    *((FileSystemWriterAsync, {"path": "unused", "thread_count": value}) for value in ("2", True)),
+    *((FileSystemWriterAsync, {"path": "unused", "sync_files": value}) for value in ("no", None)),
+    *((FileSystemWriterAsync, {"path": "unused", name: True}) for name in ("staging", "open_file")),
+    (FileSystemWriterAsync, {"path": "unused", "overwrite": torch.tensor([True, False])}),
+    (FileSystemWriterAsync, {"path": "unused", "single_file_per_rank": []}),
+    (FileSystemWriterAsync, {"path": "unused", "separation_hint": 3, "thread_count": 2}),
+    *((nostall.warmup, {"share": value}) for value in (-1, "1G")),
+    (nostall.configure, {"options": {"io_threads": 2}}),
+]
+
+
+def test_an_argument_of_the_wrong_kind_is_refused_where_it_is_passed() -> None:
     """With an error that says what to use instead."""
-    with pytest.raises(OptionError) as caught:
-        wrong()
-    assert caught.value.hint
+    for call, options in WRONG:
+        with pytest.raises(OptionError) as caught:
+            call(**options)
+        assert caught.value.hint, options
 
 
 def test_a_module_is_told_from_its_state_dict() -> None:
