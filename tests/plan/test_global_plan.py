@@ -179,52 +179,46 @@ def test_what_ranks_have_in_common_is_kept_once() -> None:
 
 
 class OwnItem(WriteItem):
-    """An item class of a user's planner."""
+    """An item class of a user's planner, as the other ones here."""
 
 
-class OwnPlan(SavePlan):
-    """A plan class of a user's planner."""
+class OwnPlan(SavePlan): ...
 
 
-class OwnChunk(ChunkStorageMetadata):
-    """A chunk class of a user's planner."""
+class OwnChunk(ChunkStorageMetadata): ...
 
 
-class OwnData(TensorWriteData):
-    """A class of a user's planner for an item's tensor data."""
+class OwnData(TensorWriteData): ...
 
 
-def unusual_items() -> dict[str, Any]:
-    """Items that an object of the user's may make, which says how it is stored."""
+def unusual_plans() -> dict[str, SavePlan]:
+    """Plans of a class, or with an item, that a planner or an object of the user's may make."""
     shard = item("a", WriteItemType.SHARD, (1,), (1,), (2,))
     data, one = shard.tensor_data, torch.Size([1])
     assert data is not None
-    properties = TensorProperties(memory_format=torch.channels_last_3d)
-    parts = {
+    parts: dict[str, dict[str, Any]] = {
         "own chunk": {"chunk": OwnChunk(one, one)},
         "other chunk": {"chunk": ChunkStorageMetadata(torch.Size([0]), one)},
         "no chunk": {"chunk": None},
         "no properties": {"properties": None},
-        "memory format": {"properties": properties},
+        "memory format": {"properties": TensorProperties(memory_format=torch.channels_last_3d)},
         "shape": {"size": (2,)},
     }
-    return {
+    items = {
         "item": OwnItem(shard.index, shard.type, None, data),
         "hint": replace(shard, index=replace(shard.index, index=3)),
         "name": replace(shard, index=MetadataIndex(7, one)),  # type: ignore[arg-type]  # as unflattened
         "object": replace(shard, type=WriteItemType.BYTE_IO),
         "data": replace(shard, tensor_data=OwnData(data.chunk, data.properties, data.size)),
-        **{
-            name: replace(shard, tensor_data=replace(data, **part))  # type: ignore[arg-type]  # any
-            for name, part in parts.items()
-        },
+        **{name: replace(shard, tensor_data=replace(data, **part)) for name, part in parts.items()},
     }
+    return {"plan": OwnPlan([]), **{name: SavePlan([each]) for name, each in items.items()}}
 
 
-@pytest.mark.parametrize("name", unusual_items())
-def test_a_plan_with_an_unusual_item_stays_as_it_is(name: str) -> None:
-    """Stock's planner judges it, on the coordinator."""
-    plan = SavePlan([unusual_items()[name]])
+@pytest.mark.parametrize("name", unusual_plans())
+def test_a_plan_that_is_not_of_the_usual_kind_stays_as_it_is(name: str) -> None:
+    """Stock's planner judges it, on the coordinator; a planner may add to a plan of its own."""
+    plan = unusual_plans()[name]
     assert compact(plan) is plan
     assert in_full(plan) is plan
     assert LocalPlans([plan])[0] is plan
@@ -236,12 +230,6 @@ def test_plans_are_kept_as_columns_whoever_made_them() -> None:
     columns = compact(plan)
     assert isinstance(columns, PlanColumns)
     assert LocalPlans([plan, columns]).plain == 2 * [[*columns]]
-
-
-def test_a_plan_of_another_class_stays_as_it_is() -> None:
-    """A planner may add to it."""
-    plan = OwnPlan([])
-    assert compact(plan) is plan
 
 
 @pytest.mark.parametrize("plain", [None, 7, [7], [[7]]])
