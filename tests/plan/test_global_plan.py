@@ -62,19 +62,14 @@ def parts(draw: Any, name: str) -> list[WriteItem]:
         return [item(name, kind)]
     if kind is WriteItemType.TENSOR or not shape:
         return [item(name, kind, (0,) * len(shape), shape, shape, of=dtype)]
-    cuts = [draw(st.lists(st.integers(0, length), max_size=2)) for length in shape]
-    spans: list[list[tuple[int, int]]] = []
-    for length, cut in zip(shape, cuts, strict=True):
-        bounds = [0, *sorted(cut), length]
-        spans.append(list(itertools.pairwise(bounds)))
-    chunks: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
-        ((begin,), (end - begin,)) for begin, end in spans[0]
-    ]
-    if len(shape) > 1:
-        chunks = [
-            ((*at, begin), (*of, end - begin)) for at, of in chunks for begin, end in spans[1]
-        ]
-    unique = {at: of for at, of in chunks if draw(st.integers(0, 19))}  # or a part is missing
+    spans = []
+    for length in shape:
+        cuts = draw(st.lists(st.integers(0, length), max_size=2))
+        spans.append(list(itertools.pairwise([0, *sorted(cuts), length])))
+    unique: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for box in itertools.product(*spans):
+        if draw(st.integers(0, 19)):  # or a part is missing
+            unique[tuple(begin for begin, _ in box)] = tuple(end - begin for begin, end in box)
     return [item(name, kind, at, of, shape, of=dtype) for at, of in unique.items()]
 
 
