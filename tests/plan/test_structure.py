@@ -38,16 +38,23 @@ from support.states import blobs, schedule
 State = dict[str, Any]
 
 
-def planned(state: State) -> tuple[DefaultSavePlanner, Any]:
-    planner = DefaultSavePlanner()
+def planned(state: State, planner: DefaultSavePlanner | None = None) -> tuple[Any, Any]:
+    planner = planner or DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=True)
     plan = planner.create_local_plan()
     return planner, plan_rank(plan, planner, rank=0, file_format=FileFormat.TORCH_SAVE, path=None)
 
 
-def known(state: State) -> KnownStructure | None:
-    planner, save = planned(state)
-    return learn(state, planner.state_dict, save)
+def learned(state: State, openers: Any = None, planner: Any = None) -> KnownStructure | None:
+    planner, save = planned(state, planner)
+    arguments = state, planner.state_dict, save
+    return learn(*arguments, openers) if openers else learn(*arguments)
+
+
+def known(state: State, openers: Any = None) -> KnownStructure:
+    structure = learned(state, openers)
+    assert structure is not None
+    return structure
 
 
 def found(structure: KnownStructure, state: State) -> list[torch.Tensor | bytes] | None:
@@ -64,6 +71,7 @@ def same(one: list[torch.Tensor | bytes], other: list[torch.Tensor | bytes]) -> 
 
 
 def example() -> State:
+    tied = torch.ones(3)
     return {
         "weight": torch.ones(4, 5),
         "parameter": torch.nn.Parameter(torch.ones(3)),
@@ -77,6 +85,8 @@ def example() -> State:
         "by number": {0: {"a": torch.ones(1)}, 1: {"a": torch.ones(1)}},
         "text": "a",
         "nothing": None,
+        "tied": tied,
+        "tied too": tied,
     }
 
 
@@ -90,15 +100,18 @@ def set_at(state: State, path: str, value: Any) -> State:
 
 
 def test_the_same_structure_with_other_values_is_found_anew() -> None:
-    """A known structure finds the new tensors and objects that the planner would, no old ones."""
-    structure = known(example())
-    assert structure is not None
-    other = example()
+    """A known structure finds the new tensors and objects that the planner would, no old ones.
+
+    Tied weights, as the same object and as another one.
+    """
+    structure, state, other = known(example()), example(), example()
     other["text"], other["numbers"] = "another", [4, 5, [6]]
     other["nested"]["list"][1]["lr"] = 0.0001
-    sources = found(structure, other)
-    assert sources is not None
-    assert same(sources, list(planned(other)[1].sources))
+    other["tied"] = torch.zeros(3)
+    for each in (state, other):
+        sources = found(structure, each)
+        assert sources is not None
+        assert same(sources, list(planned(each)[1].sources))
 
 
 def emptied(tensor: torch.Tensor) -> torch.Tensor:
@@ -110,15 +123,12 @@ CHANGES: dict[str, Callable[[State], State]] = {
     "a key more": lambda s: {**s, "more": torch.ones(1)},
     "a key less": lambda s: {k: v for k, v in s.items() if k != "weight"},
     "another order": lambda s: dict(reversed(s.items())),
-    "another name": lambda s: {("w" if k == "weight" else k): v for k, v in s.items()},
     "another key that is equal": lambda s: set_at(
         s, "by number", {0: {"a": torch.ones(1)}, True: {"a": torch.ones(1)}}
     ),
     "another size": lambda s: set_at(s, "weight", torch.ones(5, 4)),
-    "fewer dimensions": lambda s: set_at(s, "weight", torch.ones(20)),
     "another dtype": lambda s: set_at(s, "weight", torch.ones(4, 5, dtype=torch.float64)),
     "other strides": lambda s: set_at(s, "weight", torch.ones(5, 4).t()),
-    "contiguous now": lambda s: set_at(s, "transposed", torch.ones(4, 3)),
     "no parameter any more": lambda s: set_at(s, "parameter", torch.ones(3)),
     "a gradient": lambda s: set_at(s, "weight", torch.ones(4, 5, requires_grad=True)),
     "lazily conjugated": lambda s: set_at(
@@ -127,7 +137,6 @@ CHANGES: dict[str, Callable[[State], State]] = {
     "lazily negated": lambda s: set_at(s, "view", torch.ones(4, dtype=torch.complex64).conj().imag),
     "meta": lambda s: set_at(s, "weight", torch.ones(4, 5, device="meta")),
     "sparse": lambda s: set_at(s, "weight", torch.eye(4, 5).to_sparse()),
-    "compressed sparse": lambda s: set_at(s, "weight", torch.ones(4, 5).to_sparse_csr()),
     "of another library": lambda s: set_at(s, "weight", torch.ones(4, 5).to_mkldnn()),
     "nested": lambda s: set_at(
         s, "weight", torch.nested.as_nested_tensor([torch.ones(5)] * 4, layout=torch.strided)
@@ -154,20 +163,16 @@ CHANGES: dict[str, Callable[[State], State]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors).*:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_another_structure_is_not_taken_for_the_known_one(change: Callable[[State], State]) -> None:
     """Anything that changes what a planner plans, or an item's look in its file, is noticed."""
-    structure = known(example())
-    assert structure is not None
-    assert found(structure, change(example())) is None
+    assert found(known(example()), change(example())) is None
 
 
 def test_tensors_inside_of_a_transform_are_not_taken_for_the_known_ones() -> None:
     """A tensor inside ``vmap`` looks like a plain one but has no storage; it is not recognised."""
-    structure = known(example())
-    assert structure is not None
-    tried = []
+    structure, tried = known(example()), []
 
     def look(weight: torch.Tensor) -> torch.Tensor:
         tried.append(found(structure, set_at(example(), "weight", weight)))
@@ -182,33 +187,10 @@ def test_nothing_is_kept_of_what_was_learned() -> None:
     state = example()
     gone = [weakref.ref(state["weight"]), weakref.ref(state["nested"]["list"][0])]
     structure = known(state)
-    assert structure is not None
     del state
     gc.collect()
     assert [reference() for reference in gone] == [None, None]
-
-
-@pytest.mark.parametrize(
-    "strange",
-    [torch.eye(3).to_sparse(), torch.ones(3, dtype=torch.complex64).conj()],
-    ids=["sparse", "lazily conjugated"],
-)
-def test_a_state_dict_with_tensors_of_a_rare_kind_is_planned_every_time(
-    strange: torch.Tensor,
-) -> None:
-    """Their file form depends on more than what is compared."""
-    assert known({"plain": torch.ones(2), "strange": strange}) is None
-
-
-def test_one_tensor_under_two_names_is_recognised() -> None:
-    """Tied weights, as the same object and as another one."""
-    tied = torch.ones(3)
-    structure = known({"a": tied, "b": tied})
-    assert structure is not None
-    one, two = torch.zeros(3), torch.ones(3)
-    sources = found(structure, {"a": one, "b": two})
-    assert sources is not None
-    assert same(sources, [one, two])
+    assert found(structure, example()) is not None
 
 
 tensors = st.builds(
@@ -238,18 +220,13 @@ states = st.dictionaries(
 
 @settings(max_examples=200, deadline=None)
 @given(states, states)
-def test_what_is_found_is_what_the_planner_resolves(learned: State, other: State) -> None:
-    """The second of two state dicts is either not recognised, or its items are the planner's.
-
-    For any two, and for the same plan.
-    """
-    structure = known(learned)
-    if structure is None:
-        return
-    sources = found(structure, other)
+def test_what_is_found_is_what_the_planner_resolves(first: State, other: State) -> None:
+    """The second of any two states is not recognised, or its items are the planner's."""
+    structure = learned(first)
+    sources = found(structure, other) if structure else None
     if sources is None:
         return
-    _, before = planned(learned)
+    _, before = planned(first)
     _, now = planned(other)
     assert before.share.plan.items == now.share.plan.items
     assert before.share.forms == now.share.forms
@@ -257,10 +234,9 @@ def test_what_is_found_is_what_the_planner_resolves(learned: State, other: State
 
 
 def test_saves_of_a_known_structure_equal_stock_saves(tmp_path: Path) -> None:
-    """Each of five saves through one cache is what stock writes.
+    """Though values, lengths of objects and file counts change, and a directory is saved over.
 
-    Values and lengths of objects change, a directory is saved over, and file counts change in
-    between.
+    An integer may be longer than Python prints.
     """
     cache = CheckpointMetadataCache()
     with AsyncCallsQueue() as queue:
@@ -268,6 +244,7 @@ def test_saves_of_a_known_structure_equal_stock_saves(tmp_path: Path) -> None:
             state = example()
             state["weight"].fill_(number)
             state["text"] = "x" * number
+            state["seed"] = 10**5000 + number
             state["nested"]["list"][1]["lr"] = 0.1**number
             options: State = {"thread_count": 2} if number == 5 else {}
             path = tmp_path / ("same" if number in (3, 4, 6) else f"save {number}")
@@ -370,6 +347,9 @@ def opened(leaf: Shard) -> tuple[Any, list[torch.Tensor]]:
     return (tuple(leaf.shape), [*leaf.parts]), [*leaf.parts.values()]
 
 
+OPENERS = {Shard: opened}
+
+
 def sharded_example() -> State:
     return {
         "a": Shard(torch.rand(2, 3), (0, 0), (4, 3)),
@@ -382,8 +362,6 @@ def sharded_example() -> State:
 SHARDED_CHANGES: dict[str, Callable[[State], State]] = {
     "another place": lambda s: {**s, "a": Shard(torch.rand(2, 3), (2, 0), (4, 3))},
     "a larger whole": lambda s: {**s, "a": Shard(torch.rand(2, 3), (0, 0), (6, 3))},
-    "a larger part": lambda s: {**s, "a": Shard(torch.rand(3, 3), (0, 0), (4, 3))},
-    "another dtype": lambda s: {**s, "a": Shard(torch.rand(2, 3).half(), (0, 0), (4, 3))},
     "one part less": lambda s: {**s, "two": Shard(torch.rand(1, 3), (0, 0), (4, 3))},
     "another order of parts": lambda s: {
         **s,
@@ -394,14 +372,9 @@ SHARDED_CHANGES: dict[str, Callable[[State], State]] = {
 
 
 def test_sharded_tensors_are_found_where_somebody_vouches_for_their_class() -> None:
-    """All parts of each, with the values of now; without an opener they are planned."""
-    state = sharded_example()
-    planner, save = planned(state)
-    assert learn(state, planner.state_dict, save) is None
-    structure = learn(state, planner.state_dict, save, {Shard: opened})
-    assert structure is not None
+    """All parts of each, with the values of now."""
     other = sharded_example()
-    sources = found(structure, other)
+    sources = found(known(sharded_example(), OPENERS), other)
     assert sources is not None
     assert same(sources, list(planned(other)[1].sources))
 
@@ -409,11 +382,7 @@ def test_sharded_tensors_are_found_where_somebody_vouches_for_their_class() -> N
 @pytest.mark.parametrize("change", SHARDED_CHANGES.values(), ids=SHARDED_CHANGES.keys())
 def test_changes_of_sharded_tensors_are_seen(change: Callable[[State], State]) -> None:
     """In their places, sizes, number and class, and in the forms of their parts."""
-    state = sharded_example()
-    planner, save = planned(state)
-    structure = learn(state, planner.state_dict, save, {Shard: opened})
-    assert structure is not None
-    assert found(structure, change(sharded_example())) is None
+    assert found(known(sharded_example(), OPENERS), change(sharded_example())) is None
 
 
 class OtherValues(DefaultSavePlanner):
@@ -424,19 +393,12 @@ class OtherValues(DefaultSavePlanner):
         return found + 1 if write_item.index.fqn == "weight" else found
 
 
-def test_a_planner_with_values_of_its_own_is_not_learned() -> None:
-    """Whatever somebody says for it."""
-    state = example()
-    planner = OtherValues()
-    planner.set_up_planner(state, is_coordinator=True)
-    plan = planner.create_local_plan()
-    save = plan_rank(plan, planner, rank=0, file_format=FileFormat.TORCH_SAVE, path=None)
-    assert learn(state, planner.state_dict, save) is None
-
-
-def test_shards_that_are_one_tensor_are_not_learned() -> None:
-    """They need not be one in the next save."""
+def test_what_depends_on_more_than_is_compared_is_planned_every_time() -> None:
+    """Rare kinds of tensors, classes nobody vouches for, and planners with values of their own."""
     part = torch.rand(1, 3)
-    state = {"two": Shard(part, (0, 0), (4, 3)).and_(part, (2, 0))}
-    planner, save = planned(state)
-    assert learn(state, planner.state_dict, save, {Shard: opened}) is None
+    one_tensor_twice = {"two": Shard(part, (0, 0), (4, 3)).and_(part, (2, 0))}
+    assert learned({"plain": torch.ones(2), "strange": torch.eye(3).to_sparse()}) is None
+    assert learned({"strange": torch.ones(3, dtype=torch.complex64).conj()}) is None
+    assert learned(sharded_example()) is None
+    assert learned(one_tensor_twice, OPENERS) is None
+    assert learned(example(), planner=OtherValues()) is None
