@@ -49,25 +49,16 @@ def shard_files(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.glob("*.distcp")}
 
 
-def snapshot_nbytes() -> int:
-    return sum(block.nbytes for block in Block._all)
-
-
-def test_a_synchronous_save_needs_memory_for_a_few_chunks_only(tmp_path: Path) -> None:
-    """Not for the whole checkpoint, although every byte of it is written as by stock."""
-    nostall.configure(EngineOptions(chunk_nbytes=MIB, io_threads=4))
+@pytest.mark.parametrize("limit", [{"io_threads": 4}, {"max_staging_bytes": 6 * MIB}], ids=str)
+def test_a_synchronous_save_needs_memory_for_a_few_chunks_only(
+    tmp_path: Path, limit: dict[str, int]
+) -> None:
+    """By its number of threads or a limit on memory; every byte is written as by stock."""
+    nostall.configure(EngineOptions(chunk_nbytes=MIB, **limit))
     state = {f"t{n}": torch.randn(3 * MIB) for n in range(4)}
     save(tmp_path / "save", state)
-    assert snapshot_nbytes() <= 6 * MIB
-    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", state)
-
-
-def test_it_keeps_to_a_limit_on_memory(tmp_path: Path) -> None:
-    """Which then is the number of chunks under way."""
-    nostall.configure(EngineOptions(chunk_nbytes=MIB, max_staging_bytes=6 * MIB))
-    state = {"t": torch.randn(9 * MIB)}
-    save(tmp_path / "save", state)
     assert 0 < default_engine().arena.reserved_nbytes <= 6 * MIB
+    assert sum(block.nbytes for block in Block._all) <= 6 * MIB
     assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", state)
 
 
@@ -112,6 +103,7 @@ tensors = st.builds(
     chunk_pages=st.integers(1, 3),
     threads=st.integers(1, 4),
     files=st.integers(1, 3),
+    limit=st.none() | st.integers(1, 80_000),
 )
 def test_the_files_are_those_of_an_asynchronous_save(
     tmp_path_factory: pytest.TempPathFactory,
@@ -119,24 +111,22 @@ def test_the_files_are_those_of_an_asynchronous_save(
     chunk_pages: int,
     threads: int,
     files: int,
+    limit: int | None,
 ) -> None:
-    """Byte by byte, wherever a chunk ends: in a payload, in what surrounds it, or in an object."""
+    """Wherever a chunk ends: in a payload, in what surrounds it, or in an object.
+
+    With any limit on memory, too, for which asynchronous saves go in waves.
+    """
     out = tmp_path_factory.mktemp("ways")
-    nostall.configure(EngineOptions(chunk_nbytes=chunk_pages * PAGE, io_threads=threads))
+    chunks: dict[str, Any] = {"chunk_nbytes": chunk_pages * PAGE, "io_threads": threads}
+    nostall.configure(EngineOptions(max_staging_bytes=limit, **chunks))
     save(out / "sync", state, thread_count=files)
     with AsyncCallsQueue() as queue:
-        schedule(queue, out / "async", state, thread_count=files)
-    assert shard_files(out / "sync") == shard_files(out / "async")
+        for staging in ("blocking", "overlapped"):
+            schedule(queue, out / staging, state, thread_count=files, staging=staging)
+            queue.wait()
+            assert shard_files(out / staging) == shard_files(out / "sync")
     assert blobs(out / "sync") == by_stock(out / "stock", state)
-
-
-@pytest.mark.parametrize("length", range(2 * PAGE - 1300, 2 * PAGE + 100, 127))
-def test_a_containers_end_may_lie_in_the_next_chunk(tmp_path: Path, length: int) -> None:
-    """All of it, some of it, or none."""
-    nostall.configure(EngineOptions(chunk_nbytes=PAGE, io_threads=2))
-    state = {"a": torch.arange(length, dtype=torch.uint8), "b": torch.ones(9000)}
-    save(tmp_path / "save", state)
-    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", state)
 
 
 @pytest.mark.parametrize("point", ["open", "chunk", "fsync"])
