@@ -399,6 +399,7 @@ def test_what_depends_on_more_than_is_compared_is_planned_every_time() -> None:
     one_tensor_twice = {"two": Shard(part, (0, 0), (4, 3)).and_(part, (2, 0))}
     assert learned({"plain": torch.ones(2), "strange": torch.eye(3).to_sparse()}) is None
     assert learned({"strange": torch.ones(3, dtype=torch.complex64).conj()}) is None
+    assert learned({"strange": torch._neg_view(torch.ones(3))}) is None
     assert learned(sharded_example()) is None
     assert learned(one_tensor_twice, OPENERS) is None
     assert learned(example(), planner=OtherValues()) is None
