@@ -36,7 +36,7 @@ from nostall._ranks.group import Records
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.split_save import SplitSave
 from nostall.core import AsyncCallsQueue, AsyncRequest
-from nostall.errors import RankLostError, SaveAbortedError
+from nostall.errors import RankLostError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations._saves import Saves
 from nostall.removal import remove_checkpoint
@@ -48,7 +48,7 @@ from nostall.state_dict_saver import (
 )
 from programs.planning import collectives
 from support.faults import Fault, Hold, inject
-from support.waiting import DEADLINE_S, wait_until
+from support.waiting import wait_until
 
 WARM = 3
 """After so many saves the coordinator has all results, and nothing is planned."""
@@ -62,14 +62,7 @@ def _rank() -> int:
 
 
 class Job:
-    """Saves of one structure to numbered directories; the values are the numbers.
-
-    Args:
-        out: Where they are.
-        group: The ranks that save together.
-        planner: Makes the planner of each save.
-        committing: Makes the finalize function that commits it, from the planned save.
-    """
+    """Saves of one structure to numbered directories; the values are the numbers."""
 
     def __init__(
         self,
@@ -103,15 +96,7 @@ class Job:
         queue: AsyncCallsQueue | None = None,
         is_scheduled: bool = True,
     ) -> SplitSave | None:
-        """Begin the next save, or only plan it.
-
-        Args:
-            *before: Functions that are to run before it is committed.
-            after: Functions that are to run after that.
-            to: The name of the directory; by default, its number.
-            queue: The queue; by default, that of the job.
-            is_scheduled: Whether it is begun.
-        """
+        """Begin the next save, or only plan it; functions run before and after its commit."""
         path = self.out / (to or f"{self.next}")
         writer = FileSystemWriterAsync(path)
         state = self.state(self.next)
@@ -284,18 +269,15 @@ def steady(out: Path, **how: Any) -> dict[str, Any]:
 
 def planned_first(out: Path) -> dict[str, Any]:
     """The saves before the steady state, and those after a change on one rank."""
-    found: dict[str, Any] = {}
     job = Job(out)
-    with store_operations() as stored, collectives() as seen:
-        is_changed = dist.get_rank() == 1
-        with patch.object(Job, "state", _wider) if is_changed else nullcontext():
-            job.save()
-            job.queue.wait()
-    found["changed"] = {"collectives": dict(seen), "store": dict(stored)}
+    changed = patch.object(Job, "state", _wider) if dist.get_rank() == 1 else nullcontext()
+    with store_operations() as stored, collectives() as seen, changed:
+        job.save()
+        job.queue.wait()
+    said = {"collectives": dict(seen), "store": dict(stored)}
     job.save()
     job.queue.wait()
-    found["whole"] = [job.is_whole(each) for each in range(job.next)]
-    return found
+    return {"changed": said, "whole": [job.is_whole(each) for each in range(job.next)]}
 
 
 def _wider(_job: Job, value: float) -> dict[str, torch.Tensor]:
@@ -305,11 +287,11 @@ def _wider(_job: Job, value: float) -> dict[str, torch.Tensor]:
 def given_up_before(out: Path) -> dict[str, Any]:
     """Rank 1 gives the save up when its files are written, and before those of rank 0 are."""
     job, number = Job(out), WARM
+    is_first = dist.get_rank() == 0
     with Hold("chunk") as hold:
-        with inject(hold.fault) if dist.get_rank() == 0 else nullcontext():
-            save = job.save()
-        early = early_of(save)
-        if dist.get_rank() == 0:
+        with inject(hold.fault) if is_first else nullcontext():
+            early = early_of(job.save())
+        if is_first:
             hold.wait_reached()
             barrier("given up")
             hold.release()
@@ -324,28 +306,29 @@ def given_up_before(out: Path) -> dict[str, Any]:
     barrier("both")
     found["files"] = job.files(number)
     job.save()
-    found["polls"] = job.poll()
+    job.poll()
     found["whole"] = job.is_whole(number + 1)
     return found
 
 
-def given_up_too_late(out: Path) -> dict[str, Any]:
-    """Rank 1 gives the save up while rank 0 commits it."""
-    job, number = Job(out), WARM
-    with Hold("commit") as hold, inject(hold.fault):
+def given_up_too_late(out: Path, who: str) -> dict[str, Any]:
+    """Rank 1, or all ranks, give the save up while rank 0 commits it, which storage holds up."""
+    job, is_first = Job(out), dist.get_rank() == 0
+    soon = patch("nostall._save.early_commit.CANCEL_TIMEOUT_S", 0.2)
+    with Hold("publish") as hold, inject(hold.fault) if is_first else nullcontext(), soon:
         early = early_of(job.save())
-        if dist.get_rank() == 0:
+        if is_first:
             hold.wait_reached()
         barrier("committing")
-        if dist.get_rank() == 1:
+        if who == "all" or not is_first:
             job.queue.close(abort=True)
         barrier("given up")
-        if dist.get_rank() == 0:
+        if is_first:
             hold.release()
             wait_until(lambda: not early.is_committing)
     barrier("over")
     job.queue.close(abort=True)
-    return {"whole": job.is_whole(number), "files": len(job.files(number))}
+    return {"whole": job.is_whole(WARM), "files": len(job.files(WARM))}
 
 
 def with_a_function_before(out: Path, how: str) -> dict[str, Any]:
@@ -364,32 +347,33 @@ def with_a_function_before(out: Path, how: str) -> dict[str, Any]:
 
         return finalize
 
-    if how == "apart":
-        job.save(before)
-    else:
+    if how == "together":
         job.committing = both
-        job.save()
+    job.save(*[before] if how == "apart" else [])
     wait_until(lambda: not job.queue._caller._calls or is_done(job.queue._caller._calls[0].outcome))
     job.poll()
     return {"complete before": said, "whole": job.is_whole(WARM)}
 
 
-def refused(out: Path, how: str) -> dict[str, Any]:
-    """The disk is full when the coordinator commits."""
+def failed(out: Path, point: str, how: str) -> dict[str, Any]:
+    """The disk is full when rank 1 writes (``chunk``) or the coordinator commits (``publish``)."""
     job, number, error = Job(out), WARM, ""
-    with inject(Fault.errno("publish", errno.ENOSPC)) if dist.get_rank() == 0 else nullcontext():
-        save = job.save()
-        early = early_of(save)
-        wait_until(lambda: dist.get_rank() != 0 or early._ending is not None)
+    is_failing = dist.get_rank() == (point == "chunk")
+    with inject(Fault.errno(point, errno.ENOSPC)) if is_failing else nullcontext():
+        early = early_of(job.save())
+        wait_until(lambda: point == "chunk" or not is_failing or early._ending is not None)
         try:
             job.poll() if how == "polling" else job.queue.wait()
         except CheckpointException as raised:
             error = str(raised)
     barrier("over")
     files = job.files(number)
-    job.save()
-    job.queue.wait()
-    return {"error": error, "files": files, "whole": job.is_whole(number + 1)}
+    for _ in range(2):
+        with collectives() as seen:
+            job.save()
+        job.queue.wait()
+    whole = [job.is_whole(each) for each in range(job.next)]
+    return {"error": error, "files": files, "planned with": dict(seen), "whole": whole}
 
 
 def given_up_alone(out: Path, how: str) -> dict[str, Any]:
@@ -417,36 +401,14 @@ def given_up_alone(out: Path, how: str) -> dict[str, Any]:
 def given_up_by_all(out: Path) -> dict[str, Any]:
     """Each rank, at its own time; then they save to the same directory again."""
     job = Job(out)
-    job.save(to="same")
-    if dist.get_rank() == 1:
-        job.queue.close(abort=True)
+    for _ in range(2):
         job.save(to="same")
-        job.queue.close(abort=True)
-    else:
-        job.save(to="same")
-        job.queue.close(abort=True)
+        if dist.get_rank() == 1:
+            job.queue.close(abort=True)
+    job.queue.close(abort=True)
     job.save(to="same")
     job.poll()
     return {"values": job.values("same")}
-
-
-def without_a_common_count(out: Path) -> dict[str, Any]:
-    """Rank 1 has planned a save that nobody else knows of."""
-    job = Job(out)
-    if dist.get_rank() == 1:
-        job.save(to="elsewhere", is_scheduled=False)
-        job.next -= 1
-    polls = []
-    for _ in range(5):
-        job.save()
-        polls.append(job.poll() < 10**6)
-    with collectives() as seen:
-        job.save()
-        wait_until(lambda: nostall.is_complete(out / f"{job.next - 1}"))
-        barrier("committed")
-        again = dict(seen)
-        job.poll()
-    return {"whole": [job.is_whole(each) for each in range(job.next)], "again": again}
 
 
 def one_rank_is_slow(out: Path) -> dict[str, Any]:
@@ -520,44 +482,8 @@ def without_a_store(out: Path) -> dict[str, Any]:
     return {"whole": [job.is_whole(each) for each in range(job.next)]}
 
 
-def failed_on_one_rank(out: Path, how: str) -> dict[str, Any]:
-    """Its files cannot be written; the other rank has left its record by then."""
-    job, number, error = Job(out), WARM, ""
-    with inject(Fault.errno("chunk", errno.ENOSPC)) if dist.get_rank() == 1 else nullcontext():
-        job.save()
-        try:
-            job.poll() if how == "polling" else job.queue.wait()
-        except CheckpointException as raised:
-            error = str(raised)
-    barrier("over")
-    files = job.files(number)
-    for _ in range(3):
-        job.save()
-        job.queue.wait()
-    return {"error": error, "files": files, "whole": job.is_whole(job.next - 1)}
-
-
-def killed(out: Path, point: str) -> None:
-    """The coordinator is killed when it commits; nobody polls."""
-    job = Job(out)
-    if dist.get_rank() == 0:
-        with inject(Fault.kill(point, signal.SIGKILL)):
-            job.save()
-            threading.Event().wait(DEADLINE_S)
-    job.save()
-    with suppress(SaveAbortedError):
-        barrier("killed")
-
-
 def killed_between(out: Path, place: str, point: str, *victims: str) -> None:
-    """The coordinator's processes are killed when all files are durable, before it has published.
-
-    Args:
-        out: Where the saves are.
-        place: The name of the directory that is saved to.
-        point: Of the commit.
-        *victims: ``trainer``, ``writer`` or both.
-    """
+    """Trainer, writer or both of rank 0 are killed between durable files and publication."""
     job = Job(out)
     job.save(to="over")
     job.poll()
@@ -601,27 +527,24 @@ def with_functions_on_one_rank(out: Path) -> dict[str, Any]:
 
 
 def in_groups_of_one(out: Path) -> dict[str, Any]:
-    """One queue for all ranks, each of which saves alone; only rank 0 could commit early."""
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    job = Job(out / f"of {dist.get_rank()}", groups[dist.get_rank()])
-    is_changed = dist.get_rank() == 1
-    with patch.object(Job, "state", _wider) if is_changed else nullcontext():
-        job.save()
-        polls = job.poll()
-    return {"polls": polls, "whole": job.is_whole(WARM)}
+    """One queue for all ranks, each of which saves alone; only rank 0 could commit early.
 
-
-def one_of_the_groups_fails(out: Path) -> dict[str, Any]:
-    """Rank 1 fails in its group of one; the request fails on all ranks, and commits nothing."""
+    In the second save, rank 1 fails.
+    """
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     job, is_raised = Job(out / f"of {dist.get_rank()}", groups[dist.get_rank()]), False
-    with inject(Fault.errno("chunk", errno.ENOSPC)) if dist.get_rank() == 1 else nullcontext():
+    is_other = dist.get_rank() == 1
+    with patch.object(Job, "state", _wider) if is_other else nullcontext():
+        job.save()
+        job.poll()
+    with inject(Fault.errno("chunk", errno.ENOSPC)) if is_other else nullcontext():
         job.save()
         try:
             job.poll()
         except CheckpointException:
             is_raised = True
-    return {"raised": is_raised, "complete": nostall.is_complete(job.out / f"{WARM}")}
+    is_there = nostall.is_complete(job.out / f"{WARM + 1}")
+    return {"whole": job.is_whole(WARM), "raised": is_raised, "complete": is_there}
 
 
 def given_up_in_another_queue(out: Path) -> dict[str, Any]:
@@ -684,7 +607,6 @@ def counted_differently_in_flight(out: Path) -> dict[str, Any]:
         del kept
         job.next -= 1
     saves = [job.save(), job.save()]
-    assert all(saves)
     for save in saves:
         assert save is not None
         wait_until(save._report.done)
@@ -694,9 +616,17 @@ def counted_differently_in_flight(out: Path) -> dict[str, Any]:
     barrier("done")
     values = [job.values(f"{number}") for number in (WARM, WARM + 1)]
     barrier("loaded")
-    job.save()
-    job.poll()
-    return {"values": values, "whole": job.is_whole(job.next - 1)}
+    for _ in range(3):
+        job.save()
+        job.poll()
+    with collectives() as seen:
+        job.save()
+        wait_until(lambda: nostall.is_complete(out / f"{job.next - 1}"))
+        barrier("committed")
+        again = dict(seen)
+        job.poll()
+    whole = [job.is_whole(each) for each in range(job.next)]
+    return {"values": values, "whole": whole, "again": again}
 
 
 def _let_it_look(saves: Sequence[SplitSave | None]) -> None:
@@ -774,24 +704,6 @@ def one_waits_and_the_other_polls(out: Path) -> dict[str, Any]:
     return {"whole": job.is_whole(WARM)}
 
 
-def given_up_while_storage_hangs(out: Path) -> dict[str, Any]:
-    """The coordinator cannot publish, and does not wait for that when it gives the save up."""
-    job, is_first = Job(out), dist.get_rank() == 0
-    soon = patch("nostall._save.early_commit.CANCEL_TIMEOUT_S", 0.2)
-    with Hold("publish") as hold, inject(hold.fault) if is_first else nullcontext(), soon:
-        early = early_of(job.save())
-        if dist.get_rank() == 0:
-            hold.wait_reached()
-        barrier("hangs")
-        job.queue.close(abort=True)
-        barrier("given up")
-        if dist.get_rank() == 0:
-            hold.release()
-            wait_until(lambda: not early.is_committing)
-    barrier("over")
-    return {"whole": job.is_whole(WARM)}
-
-
 def keys_of_failed_saves(out: Path) -> dict[str, Any]:
     """How many there are after each of several."""
     job = Job(out)
@@ -830,10 +742,7 @@ def in_a_new_process_group(out: Path) -> list[bool]:
 def without_its_process_group(out: Path, then: str) -> bool:
     """The group is destroyed after the early commit, before anybody finalises.
 
-    Args:
-        out: Where the saves are.
-        then: ``wait``, or what happens in another group: ``give-up``, ``wait-there``, or
-            ``swap``, to wait in a group whose ranks have another order.
+    Then ranks wait in none, or, in another one, ``give-up``, ``wait-there``, or ``swap`` numbers.
     """
     dist.destroy_process_group()
     _initialise(out / "store 0")
@@ -844,10 +753,7 @@ def without_its_process_group(out: Path, then: str) -> bool:
     dist.destroy_process_group()
     if then != "wait":
         _initialise(out / "store 1", is_swapped=then == "swap")
-    if then == "give-up":
-        job.queue.close(abort=True)
-    else:
-        job.queue.wait()
+    job.queue.close(abort=True) if then == "give-up" else job.queue.wait()
     if then == "wait":
         _initialise(out / "store 1")
     barrier("over")
@@ -1022,10 +928,6 @@ def several_in_one_poll(out: Path) -> list[list[int]]:
         wait_until(partial(_is_over, early))
     barrier("committed")
     return [job.queue.poll(), job.queue.poll()]
-
-
-def _is_committed(early: EarlyCommit) -> bool:
-    return _rank() != 0 or early.committed > 0
 
 
 def an_adapters_poll(out: Path) -> dict[str, Any]:
