@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +103,12 @@ def is_as_by_stocks(path: Path, state: State, **options: Any) -> bool:
     )
 
 
+def is_saved_as_by_stocks(path: Path, state: State, planner: Any = None, **options: Any) -> bool:
+    """Save it first. Collective."""
+    save(path, state, planner=planner, **options)
+    return is_as_by_stocks(path, state)
+
+
 def wide_state(seed: int) -> State:
     """Many small tensors of each rank, so that plans and results are long."""
     return {
@@ -118,13 +123,11 @@ def steady(out: Path) -> list[dict[str, Any]]:
     for number in range(3):
         with messages() as sent, plannings() as made, collectives() as said:
             metadata = save(out / f"{number}", wide_state(number))
-        kind = type(metadata).__name__
         found.append(
             {
                 "sent": max(sent),
                 "planned": len(made),
                 "said": dict(said),
-                "kind": kind,
                 "returned": metadata == read_metadata(out / f"{number}"),
                 "is right": is_as_by_stocks(out / f"{number}", wide_state(number)),
             }
@@ -141,22 +144,21 @@ def changes(out: Path) -> dict[str, bool]:
                 (make_state(1), make_state(2), changed(make_state(3), kind, where), make_state(4))
             ):
                 path = out / f"{where} {kind} {number}"
-                save(path, state)
-                found[path.name] = is_as_by_stocks(path, state)
+                found[path.name] = is_saved_as_by_stocks(path, state)
     return found
 
 
-def alternating(out: Path) -> dict[str, Any]:
-    """Three structures in turns: each is planned once."""
+def alternating(out: Path, who: str) -> dict[str, Any]:
+    """Three structures in turns, of all ranks or of one: each combination is planned once."""
     planned, right = [], []
     for number in range(9):
-        state = make_state(number)
-        for more in range(number % 3):
+        state, path = make_state(number), out / f"{number}"
+        for more in range(number % 3 if who == "all" or dist.get_rank() == 1 else 0):
             state[f"more {more}"] = torch.full((2,), number)
         with plannings() as made:
-            save(out / f"{number}", state)
+            save(path, state)
         planned.append(len(made))
-        right.append(is_as_by_stocks(out / f"{number}", state))
+        right.append(is_as_by_stocks(path, state))
     return {"planned": planned, "right": right}
 
 
@@ -170,34 +172,40 @@ class _Unserialisable:
         return vars(self)
 
 
+FAILURES = {
+    2: "an object that refuses",
+    4: "an object that refuses",
+    6: "No space left",
+    8: "Input/output error",
+}
+"""Why some of ten saves fail: rank 1 plans or writes, the coordinator publishes."""
+
+
 def failing(out: Path) -> dict[str, Any]:
-    """A rank fails when it plans, or writes; all learn it, and later saves are right."""
-    errors = []
-
-    def state_of(number: int, *, is_refused: bool) -> State:
-        refused = is_refused and dist.get_rank() == 1
-        return {**make_state(number), f"of {dist.get_rank()}": _Unserialisable(is_refused=refused)}
-
-    def full_disk(*, is_full: bool) -> AbstractContextManager[None]:
-        if not is_full or dist.get_rank() == 0:
-            return nullcontext()
-        return inject(Fault.errno("chunk", errno.ENOSPC))
-
-    for number in range(8):
-        state = state_of(number, is_refused=number in (2, 4))
-        with full_disk(is_full=number == 6):
-            try:
-                save(out / f"{number}", state)
-            except CheckpointException as error:
-                why = "No space left" if number == 6 else "an object that refuses"
-                errors.append(why in str(error))
-    state = make_state(9)
-    save(out / "9", state)
-    return {
-        "errors": errors,
-        "complete": [nostall.is_complete(out / f"{number}") for number in range(8)],
-        "right": is_as_by_stocks(out / "9", state),
+    """All ranks learn of each failure; later saves are right, though callers change metadata."""
+    found: dict[str, Any] = {"errors": [], "left": [], "right": []}
+    rank = dist.get_rank()
+    faults = {
+        (6, 1): [Fault.errno("chunk", errno.ENOSPC)],
+        (8, 0): [Fault.errno("publish", errno.EIO)],
     }
+    for number in range(10):
+        is_refused = number in (2, 4) and rank == 1
+        state = {**make_state(number), f"of {rank}": _Unserialisable(is_refused=is_refused)}
+        path = out / f"{number}"
+        with inject(*faults.get((number, rank), [])):
+            try:
+                metadata = save(path, state)
+            except CheckpointException as error:
+                found["errors"].append(FAILURES[number] in str(error))
+                dist.barrier()
+                found["left"] += [each.name for each in path.glob("*")]
+                continue
+        found["right"].append(is_as_by_stocks(path, state))
+        metadata.state_dict_metadata.clear()
+        metadata.storage_data.clear()
+        metadata.planner_data.clear()
+    return found
 
 
 def forgetting(out: Path, most_items: str) -> list[bool]:
@@ -205,9 +213,8 @@ def forgetting(out: Path, most_items: str) -> list[bool]:
     right: list[bool] = []
 
     def save_known() -> None:
-        path, state = out / f"known {len(right)}", make_state(len(right))
-        save(path, state)
-        right.append(is_as_by_stocks(path, state))
+        number = len(right)
+        right.append(is_saved_as_by_stocks(out / f"known {number}", make_state(number)))
 
     with patch.object(plans, "_MOST_ITEMS", int(most_items)):
         _save_many_others(out, save_known)
@@ -217,18 +224,17 @@ def forgetting(out: Path, most_items: str) -> list[bool]:
 def _save_many_others(out: Path, save_known: Callable[[], None]) -> None:
     """Five saves of a known structure, with many of others between them."""
     save_known()
+    is_first = dist.get_rank() == 0
     for number in range(10):
-        if dist.get_rank() == 0:
+        if is_first:
             save(out / f"alone {number}", {f"{number}": torch.ones(2)}, no_dist=True)
     save_known()
     for number in range(10):  # of a structure that cannot be recognised
         save(out / f"sparse {number}", {"sparse": torch.eye(3).to_sparse()})
     save_known()
     for number in range(10):  # of one that changes on one rank only
-        state = make_state(0)
-        if dist.get_rank() == 0:
-            state[f"{number}"] = torch.ones(2)
-        save(out / f"changing {number}", state)
+        more = {f"{number}": torch.ones(2)} if is_first else {}
+        save(out / f"changing {number}", {**make_state(0), **more})
     save_known()
     for number in range(10):  # of some that the coordinator's writer refuses
         with suppress(CheckpointException):
@@ -295,25 +301,6 @@ def in_background(out: Path, staging: str) -> dict[str, Any]:
     return {"planned": planned, "right": right}
 
 
-def with_stocks_writer(out: Path) -> list[bool]:
-    """Another writer gets whole plans, and pickles stock's metadata, before and after nostall's."""
-    right = []
-    for number in range(4):
-        state, path = make_state(number), out / f"{number}"
-        if number % 2:
-            save(out / f"{number} too", state)
-        dcp.save(
-            state,
-            storage_writer=dcp.FileSystemWriter(path, sync_files=False),
-            planner=nostall.SavePlanner(),
-        )
-        other = out / f"{number} by nostall"
-        save(other, state, planner=dcp.DefaultSavePlanner())
-        right.append(blobs(path) == blobs(other))
-        right.append(b"nostall" not in (path / ".metadata").read_bytes())
-    return right
-
-
 class Reversing(dcp.FileSystemWriter):
     """Writes items in another order."""
 
@@ -338,16 +325,24 @@ class RebuildingAsync(Rebuilding, nostall.FileSystemWriterAsync):
     """nostall's writer, which makes plans of its own of those that it gets."""
 
 
-def with_users_writers(out: Path) -> dict[str, list[bool]]:
-    """Writers that change plans, or copy them, save twice."""
+_OF_NOSTALL = ReversingAsync, RebuildingAsync
+
+
+def with_other_writers(out: Path) -> dict[str, list[bool]]:
+    """Stock's writer, and some that change plans, or copy them, save twice, before nostall's."""
     right: dict[str, list[bool]] = {}
-    for make_writer in (Reversing, Rebuilding, ReversingAsync, RebuildingAsync):
+    for make_writer in (dcp.FileSystemWriter, Reversing, Rebuilding, *_OF_NOSTALL):
         for number in range(2):
             state, path = make_state(number), out / f"{make_writer.__name__} {number}"
             other, planner = path.with_name(f"{path.name} by stock's"), dcp.DefaultSavePlanner()
             dcp.save(state, storage_writer=make_writer(other), planner=planner)
             dcp.save(state, storage_writer=make_writer(path), planner=nostall.SavePlanner())
-            right.setdefault(make_writer.__name__, []).append(blobs(path) == blobs(other))
+            pickled = (path / ".metadata").read_bytes()
+            is_readable = make_writer in _OF_NOSTALL or b"nostall" not in pickled
+            right.setdefault(make_writer.__name__, []).append(
+                blobs(path) == blobs(other) and is_readable
+            )
+            save(path.with_name(f"{path.name} too"), state)
     return right
 
 
@@ -358,8 +353,7 @@ def without_collectives(out: Path) -> list[bool]:
     for number in range(6):
         state, path = make_state(number), out / f"{number}"
         if number in (0, 3):
-            save(path, state)
-            right.append(is_as_by_stocks(path, state))
+            right.append(is_saved_as_by_stocks(path, state))
             continue
         options = {"use_collectives": False}
         save(path, state, **options)
@@ -370,20 +364,6 @@ def without_collectives(out: Path) -> list[bool]:
         right.append(mine.state_dict_metadata == stocks.state_dict_metadata)
         right.append(mine.storage_data == stocks.storage_data)
     return right
-
-
-def one_alternates(out: Path) -> dict[str, Any]:
-    """The structure of one rank alternates: both combinations are planned once."""
-    planned, right = [], []
-    for number in range(8):
-        state, path = make_state(number), out / f"{number}"
-        if dist.get_rank() == 1 and number % 2:
-            state["more"] = torch.full((2,), number)
-        with plannings() as made:
-            save(path, state)
-        planned.append(len(made))
-        right.append(is_as_by_stocks(path, state))
-    return {"planned": planned, "right": right}
 
 
 def other_planners(out: Path) -> dict[str, Any]:
@@ -402,27 +382,6 @@ def other_planners(out: Path) -> dict[str, Any]:
     return {"errors": errors, "right": right}
 
 
-def refused_commit(out: Path) -> dict[str, Any]:
-    """The publication fails where ranks only refer to their results; a caller changes metadata."""
-    found: dict[str, Any] = {"errors": 0, "right": []}
-    for number in range(6):
-        state, path = make_state(number), out / f"{number}"
-        is_failing = number == 3 and dist.get_rank() == 0
-        failing = inject(Fault.errno("publish", errno.EIO)) if is_failing else nullcontext()
-        with failing:
-            try:
-                metadata = save(path, state)
-            except CheckpointException:
-                found["errors"] += 1
-                found["left"] = sorted(os.listdir(path))
-                continue
-        found["right"].append(is_as_by_stocks(path, state))
-        metadata.state_dict_metadata.clear()
-        metadata.storage_data.clear()
-        metadata.planner_data.clear()
-    return found
-
-
 def one_object_grows(out: Path) -> list[bool]:
     """The pickle of an object becomes longer on one rank, and shorter again."""
     right = []
@@ -430,8 +389,7 @@ def one_object_grows(out: Path) -> list[bool]:
         state, path = make_state(number), out / f"{number}"
         text = "x" * (1000 if number == 2 and dist.get_rank() == 1 else 5)
         state[f"text of {dist.get_rank()}"] = text
-        save(path, state)
-        right.append(is_as_by_stocks(path, state))
+        right.append(is_saved_as_by_stocks(path, state))
     return right
 
 
@@ -478,8 +436,8 @@ def groups_come_and_go(out: Path) -> list[bool]:
     for number in range(4):
         group = dist.new_group(backend="gloo")
         for more in range(2):
-            state, path = make_state(number), out / f"{number} {more}"
-            save(path, state, planner=nostall.SavePlanner(process_group=group), process_group=group)
-            right.append(is_as_by_stocks(path, state))
+            path, planner = out / f"{number} {more}", nostall.SavePlanner(process_group=group)
+            options = {"planner": planner, "process_group": group}
+            right.append(is_saved_as_by_stocks(path, make_state(number), **options))
         dist.destroy_process_group(group)
     return right
