@@ -166,18 +166,13 @@ F32 = torch.float32
 KINDS: dict[str, Callable[[], Any]] = {
     "scalar": lambda: torch.tensor(3.5),
     "one element": lambda: torch.ones(1),
-    "many dimensions": lambda: filled(F32, (2,) * 10),
     "empty": lambda: torch.empty(0),
-    "empty with dimensions in front": lambda: torch.empty(3, 0),
     "empty in the middle, transposed": lambda: torch.empty(3, 0, 2).transpose(0, 2),
     "empty view with odd strides": lambda: torch.empty(10).as_strided((0, 3), (7, 2)),
     "empty view beyond an empty storage": lambda: torch.empty(4, 0)[2:],
     "transposed": lambda: filled(F32, (8, 5)).t(),
-    "permuted": lambda: filled(F32, (3, 4, 5)).permute(2, 0, 1),
-    "strided slice": lambda: filled(F32, (20, 20))[:, ::2],
     "expanded": lambda: filled(F32, (3, 1)).expand(3, 4),
     "view of a larger storage": lambda: filled(F32, (100,))[10:20],
-    "diagonal": lambda: filled(F32, (6, 6)).diagonal(),
     "overlapping over a storage of its own size": lambda: filled(F32, (6,)).as_strided(
         (2, 3), (2, 1)
     ),
@@ -190,25 +185,16 @@ KINDS: dict[str, Callable[[], Any]] = {
     "another dtype's storage": lambda: filled(F32, (6,)).view(torch.uint8),
     "another dtype's storage, misaligned": lambda: filled(torch.uint8, (40,))[4:20].view(F32),
     "channels last": lambda: _channels_last(2, 3, 4, 5),
-    "channels last of one channel": lambda: _channels_last(4, 1, 4, 5),
     "channels last, every other image": lambda: _channels_last(4, 3, 4, 5)[::2],
-    "channels last 3d": lambda: filled(F32, (2, 3, 2, 4, 5)).to(
-        memory_format=torch.channels_last_3d
-    ),
-    "complex": lambda: filled(torch.complex64, (4, 3)),
     "conjugated": lambda: filled(torch.complex64, (4, 3)).conj(),
     "conjugated, transposed view": lambda: filled(torch.complex64, (8, 3))[2:5].conj().t(),
     "negated": lambda: filled(torch.complex64, (4, 3)).conj().imag,
     "negated over a storage of its own size": lambda: torch._neg_view(filled(F32, (4, 3))),
     "requires grad": lambda: filled(F32, (4, 3)).requires_grad_(),
-    "result of an operation": lambda: filled(F32, (4, 3)).requires_grad_() * 2,
     "parameter": lambda: torch.nn.Parameter(filled(F32, (4, 3))),
     "parameter, transposed": lambda: torch.nn.Parameter(filled(F32, (9, 3)).t()),
     "in shared memory": lambda: filled(F32, (4, 3)).share_memory_(),
-    "from numpy": lambda: torch.from_numpy(filled(F32, (4, 3)).numpy()),
     "larger than a chunk": lambda: filled(torch.uint8, ((8 << 20) + 4097,)),
-    "string": lambda: "text",
-    "list of numbers": lambda: [1, 2.5, None],
     "tensors in a list": lambda: [torch.ones(3), {"deep": torch.zeros(2)}],
     "set": lambda: {1},
     "size": lambda: torch.Size([2, 3]),
@@ -338,7 +324,10 @@ def test_any_list_of_tensors_is_stored_as_stock_stores_it(
 
 @pytest.mark.parametrize(("io_threads", "direct_io"), [(1, True), (3, True), (3, False)])
 def test_chunk_bounds_do_not_show(tmp_path: Path, io_threads: int, *, direct_io: bool) -> None:
-    """Tensors over many chunks, many per chunk, and ends at a bound: the bytes are the same."""
+    """Tensors over many chunks, many per chunk, and ends at a bound: the bytes are the same.
+
+    Wherever a bound falls behind a payload, both sides are sealed before they are written.
+    """
     nostall.configure(
         nostall.EngineOptions(chunk_nbytes=4096, io_threads=io_threads, direct_io=direct_io)
     )
@@ -346,28 +335,13 @@ def test_chunk_bounds_do_not_show(tmp_path: Path, io_threads: int, *, direct_io:
     state |= {f"small {n}": filled(torch.int16, (n % 7, 2), seed=n) for n in range(300)}
     state |= {f"near a bound {n}": filled(torch.uint8, (4096 + n,), seed=n) for n in range(-9, 10)}
     state |= {f"object {n}": "x" * (n * 331) for n in range(30)}
-    assert_same_files(tmp_path, state)
-
-
-def test_seals_that_straddle_chunk_bounds_are_complete(tmp_path: Path) -> None:
-    """Wherever a bound falls behind a payload, both sides are sealed before they are written."""
-    nostall.configure(nostall.EngineOptions(chunk_nbytes=4096, io_threads=3))
+    # Each container is a little shorter than a chunk, by an odd number: the bounds wander through
+    # all of its bytes.
     length = len(saved_alone(filled(torch.uint8, (2530,))))
     assert 4096 - 64 < length < 4096
     assert length % 2 == 1
-    # Each container is a little shorter than a chunk, by an odd number: the bounds wander through
-    # all of its bytes.
-    state = {f"t{n}": filled(torch.uint8, (2530,), seed=n) for n in range(1500)}
+    state |= {f"t{n}": filled(torch.uint8, (2530,), seed=n) for n in range(1500)}
     assert_same_files(tmp_path, state)
-
-
-def test_what_lies_behind_a_payload_waits_for_its_sum(tmp_path: Path) -> None:
-    """A chunk with only the end of a container is not written before that end is sealed."""
-    nostall.configure(nostall.EngineOptions(chunk_nbytes=8 << 20, io_threads=4))
-    prefix_nbytes = len(container_skeleton(torch.uint8, (16 << 20,), (1,)).prefix)
-    state = {"t": filled(torch.uint8, ((16 << 20) - prefix_nbytes,))}
-    for number in range(3):
-        assert_same_files(tmp_path / str(number), state)
 
 
 def test_a_container_may_end_several_chunks_behind_its_payload(
@@ -396,35 +370,34 @@ def test_records_further_apart_than_an_archive_can_say_are_refused(
     assert not (tmp_path / ".metadata").exists()
 
 
-def test_items_spread_over_files_are_the_same_items(tmp_path: Path) -> None:
-    """With several files, each item is as ``torch.save`` writes it, and files are balanced."""
-    state = {f"w{n}": filled(torch.uint8, (1 + 997 * n,), seed=n) for n in range(25)}
-    save_ours(tmp_path, state, thread_count=3)
-    found = {name: content for (name, _), content in blobs(tmp_path).items()}
-    assert found == {name: saved_alone(tensor) for name, tensor in state.items()}
-    sizes = [len(content) for content in shard_files(tmp_path).values()]
-    assert len(sizes) == 3
-    assert max(sizes) - min(sizes) <= max(map(len, found.values())) + 25 * 2048
-
-
 def test_one_file_per_item_is_stocks(tmp_path: Path) -> None:
     """With ``single_file_per_rank=False`` files have stock's names and content."""
     assert_same_files(tmp_path, small_state(), single_file_per_rank=False)
 
 
-def test_separated_items_lie_in_files_named_for_them(tmp_path: Path) -> None:
-    """Items whose name begins with the hint, and no others, are in files named with it."""
+@pytest.mark.parametrize(
+    ("options", "separated", "others"),
+    [({"thread_count": 3}, 0, 3), ({"thread_count": 4, "separation_hint": "optimizer"}, 2, 2)],
+    ids=str,
+)
+def test_items_spread_over_files_are_the_same_items(
+    tmp_path: Path, options: dict[str, Any], separated: int, others: int
+) -> None:
+    """Each is as ``torch.save`` writes it; those that begin with the hint are in files named so."""
     state = {f"model.{n}": filled(F32, (40,), seed=n) for n in range(6)}
     state |= {f"optimizer.{n}": filled(F32, (90,), seed=n) for n in range(6)}
-    save_ours(tmp_path, state, thread_count=4, separation_hint="optimizer")
-    files = shard_files(tmp_path)
-    assert len([name for name in files if name.startswith("optimizer__0_")]) == 2
-    assert len([name for name in files if name.startswith("__0_")]) == 2
-    for index, info in read_metadata(tmp_path).storage_data.items():
-        separated = info.relative_path.startswith("optimizer")
-        assert separated == index.fqn.startswith("optimizer")
-    found = {name: content for (name, _), content in blobs(tmp_path).items()}
-    assert found == {name: saved_alone(tensor) for name, tensor in state.items()}
+    save_ours(tmp_path / "sync", state, **options)
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "async", state, **options)
+    expected = {(name, (0,)): saved_alone(tensor) for name, tensor in state.items()}
+    for path in (tmp_path / "sync", tmp_path / "async"):
+        assert blobs(path) == expected
+        files = shard_files(path)
+        assert len([name for name in files if name.startswith("optimizer__0_")]) == separated
+        assert len([name for name in files if name.startswith("__0_")]) == others
+        for index, info in read_metadata(path).storage_data.items() if separated else ():
+            is_separated = info.relative_path.startswith("optimizer")
+            assert is_separated == index.fqn.startswith("optimizer")
 
 
 # --- asynchronous saves ---------------------------------------------------------------------------
@@ -506,17 +479,6 @@ def test_a_staged_copy_can_be_computed_with(tmp_path: Path) -> None:
     assert blobs(tmp_path) == {(name, (0,)): saved_alone(z) for name, z in state.items()}
 
 
-def test_several_files_in_the_background_hold_the_same_items(tmp_path: Path) -> None:
-    """Several files store the items that one file would have."""
-    state = _changing(1)
-    queue = AsyncCallsQueue()
-    schedule(queue, tmp_path / "four", state, thread_count=4)
-    queue.maybe_finalize_async_calls(blocking=True)
-    queue.close()
-    save_stock(tmp_path / "stock", state)
-    assert blobs(tmp_path / "four") == blobs(tmp_path / "stock")
-
-
 # --- metadata -------------------------------------------------------------------------------------
 
 
@@ -564,8 +526,8 @@ def _sealed_around(
 
 @pytest.mark.parametrize(
     "nbytes",
-    [5 * GIB, 4 * GIB, 4 * GIB - 1, 4 * GIB - 300, 4 * GIB - 4096],
-    ids=["5 GiB", "4 GiB", "4 GiB less 1", "directory beyond 4 GiB", "4 GiB less a page"],
+    [5 * GIB, 4 * GIB, 4 * GIB - 1, 4 * GIB - 300],
+    ids=["5 GiB", "4 GiB", "4 GiB less 1", "directory beyond 4 GiB"],
 )
 def test_a_container_beyond_4_gib_is_a_valid_archive(tmp_path: Path, nbytes: int) -> None:
     """Where 32 bits do not hold sizes or offsets, checksums still land in their fields."""
