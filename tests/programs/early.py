@@ -284,31 +284,42 @@ def _wider(_job: Job, value: float) -> dict[str, torch.Tensor]:
     return {f"rank{_rank()}": torch.full((2000,), float(value))}
 
 
-def given_up_before(out: Path) -> dict[str, Any]:
-    """Rank 1 gives the save up when its files are written, and before those of rank 0 are."""
-    job, number = Job(out), WARM
-    is_first = dist.get_rank() == 0
+class Empty(Job):
+    """Rank 0, the coordinator, has nothing to write."""
+
+    def state(self, value: float) -> dict[str, torch.Tensor]:
+        return {} if _rank() == 0 else super().state(value)
+
+
+def given_up_before(out: Path, who: str) -> dict[str, Any]:
+    """A rank gives the save up when its files are written, and before those of the other are.
+
+    It is rank 1 (``other``), or the coordinator, which has nothing to write (``empty``).
+    """
+    job, gives_up = (Job(out), 1) if who == "other" else (Empty(out), 0)
     with Hold("chunk") as hold:
-        with inject(hold.fault) if is_first else nullcontext():
-            early = early_of(job.save())
-        if is_first:
+        with nullcontext() if dist.get_rank() == gives_up else inject(hold.fault):
+            job.save()
+        early = job.queue._caller._calls[-1].early
+        assert early is not None
+        if dist.get_rank() == gives_up:
+            wait_until(lambda: early._is_offered)
+            job.queue.close(abort=True)
+            barrier("given up")
+        else:
             hold.wait_reached()
             barrier("given up")
             hold.release()
             wait_until(lambda: early._over is not None and early._over.done())
-        else:
-            wait_until(lambda: early._is_offered)
-            job.queue.close(abort=True)
-            barrier("given up")
         barrier("over")
-        found: dict[str, Any] = {"complete": nostall.is_complete(out / f"{number}")}
+        is_there = nostall.is_complete(out / f"{WARM}")
         job.queue.close(abort=True)
     barrier("both")
-    found["files"] = job.files(number)
+    files = job.files(WARM)
     job.save()
+    wait_until(lambda: nostall.is_complete(out / f"{WARM + 1}"))
     job.poll()
-    found["whole"] = job.is_whole(number + 1)
-    return found
+    return {"complete": is_there, "files": files, "whole": job.is_whole(WARM + 1)}
 
 
 def given_up_too_late(out: Path, who: str) -> dict[str, Any]:
@@ -721,31 +732,13 @@ def keys_of_failed_saves(out: Path) -> dict[str, Any]:
     return {"keys": keys, "failures": job.queue.failures}
 
 
-def in_a_new_process_group(out: Path) -> list[bool]:
-    """The old one is destroyed, and nothing keeps its store alive."""
-    dist.destroy_process_group()
-    store = weakref.ref(_initialise(out / "store 0"))
-    job = Job(out)
-    job.save()
-    job.poll()
-    dist.destroy_process_group()
-    gc.collect()
-    is_gone = store() is None
-    _initialise(out / "store 1")
-    job.save()
-    job.queue.wait()
-    job.save()
-    job.poll()
-    return [is_gone, job.is_whole(WARM), job.is_whole(WARM + 1), job.is_whole(WARM + 2)]
-
-
-def without_its_process_group(out: Path, then: str) -> bool:
+def without_its_process_group(out: Path, then: str) -> dict[str, Any]:
     """The group is destroyed after the early commit, before anybody finalises.
 
     Then ranks wait in none, or, in another one, ``give-up``, ``wait-there``, or ``swap`` numbers.
     """
     dist.destroy_process_group()
-    _initialise(out / "store 0")
+    store = weakref.ref(_initialise(out / "store 0"))
     job = Job(out)
     job.save()
     wait_until(lambda: job.is_whole(WARM))
@@ -757,7 +750,12 @@ def without_its_process_group(out: Path, then: str) -> bool:
     if then == "wait":
         _initialise(out / "store 1")
     barrier("over")
-    return job.is_whole(WARM)
+    for _ in range(2 if then == "wait-there" else 0):
+        job.save()
+        job.queue.wait()
+    gc.collect()
+    whole = [job.is_whole(each) for each in range(WARM, job.next)]
+    return {"whole": whole, "store is gone": store() is None}
 
 
 def ends_after_the_commit(out: Path) -> None:
@@ -821,43 +819,6 @@ def signalled_before_the_end(out: Path, how: str) -> dict[str, Any]:
     pending = job.queue.pending
     barrier("over")
     return {"pending": pending, "whole": job.is_whole(WARM)}
-
-
-class Empty(Job):
-    """Rank 0, the coordinator, has nothing to write."""
-
-    def state(self, value: float) -> dict[str, torch.Tensor]:
-        return {} if _rank() == 0 else super().state(value)
-
-
-def nothing_to_write(out: Path) -> dict[str, Any]:
-    """A rank without files takes part, also in giving a save up."""
-    job, is_first = Empty(out), dist.get_rank() == 0
-    _schedule_any(job)
-    wait_until(lambda: nostall.is_complete(out / f"{WARM}"))
-    barrier("committed")
-    job.poll()
-    with Hold("chunk") as hold:
-        with nullcontext() if is_first else inject(hold.fault):
-            early = _schedule_any(job)
-        if is_first:
-            wait_until(lambda: early is not None and early._is_offered)
-            job.queue.close(abort=True)
-        barrier("given up")
-        if not is_first:
-            hold.release()
-            wait_until(lambda: early is not None and early._over is not None and early._over.done())
-    barrier("written")
-    is_over = not is_first or early is None or is_done(early._over or Future(), 60.0)
-    barrier("over")
-    job.queue.close(abort=True)
-    return {"over": is_over, "complete": nostall.is_complete(out / f"{WARM + 1}")}
-
-
-def _schedule_any(job: Job) -> EarlyCommit | None:
-    """Schedule a save of a job whose rank may have nothing to write."""
-    job.save()
-    return job.queue._caller._calls[-1].early
 
 
 def late_on_one_rank(out: Path) -> dict[str, Any]:

@@ -82,13 +82,10 @@ def test_finalize_functions_before_the_commit_run_before_it(found: list[Any]) ->
     assert found == [{"complete before": [False], "whole": True}] * 2
 
 
-@on_ranks("early:given_up_before")
+@on_ranks("early:given_up_before other", "early:given_up_before empty")
 def test_a_rank_that_gives_up_before_the_commit_prevents_it(found: list[Any]) -> None:
     """Nothing of the save is left on any rank, and the next one is whole."""
-    for each in found:
-        assert each["complete"] is False
-        assert each["files"] == []
-        assert each["whole"] is True
+    assert found == [{"complete": False, "files": [], "whole": True}] * 2
 
 
 @on_ranks("early:given_up_too_late one", "early:given_up_too_late all")
@@ -281,12 +278,6 @@ def test_failed_saves_leave_no_keys(found: list[Any]) -> None:
         assert max(each["keys"]) <= each["keys"][0] + 8  # decisions
 
 
-@on_ranks("early:in_a_new_process_group")
-def test_process_groups_come_and_go(found: list[Any]) -> None:
-    """Nothing keeps the store of one that is destroyed; the job goes on with another one."""
-    assert found == [[True] * 4] * 2
-
-
 @on_ranks(
     *(
         f"early:without_its_process_group {then}"
@@ -294,8 +285,13 @@ def test_process_groups_come_and_go(found: list[Any]) -> None:
     )
 )
 def test_a_checkpoint_outlives_its_process_group(found: list[Any]) -> None:
-    """Which is destroyed before the save is finalised: no rank takes its files away."""
-    assert found == [True, True]
+    """Which is destroyed before the save is finalised: no rank takes its files away.
+
+    Nothing keeps the store of a destroyed group; the job goes on with another one.
+    """
+    for each in found:
+        assert each["whole"] in ([True], [True] * 3)
+        assert each["store is gone"]
 
 
 @on_ranks("early:too_late_for_its_process_group")
@@ -322,12 +318,6 @@ def test_a_signal_before_the_last_poll_costs_no_save(tmp_path: Path, how: str) -
     """The answer to that poll says that a process is to end, and not that the save is done."""
     for found in run_ranks(2, "early:signalled_before_the_end", tmp_path, how, whole_end=True):
         assert found == {"pending": 0, "whole": True}
-
-
-@on_ranks("early:nothing_to_write")
-def test_a_coordinator_with_nothing_to_write(found: list[Any]) -> None:
-    """It commits, and what it gives up is not committed by its thread."""
-    assert found == [{"over": True, "complete": False}] * 2
 
 
 @on_ranks("early:late_on_one_rank")
