@@ -224,7 +224,7 @@ def test_a_subclass_plans_every_save(tmp_path: Path) -> None:
     for number in range(3):
         with plannings() as made:
             _save(tmp_path / f"{number}", {"w": torch.full((3,), 4.0)}, _Halved(), {})
-        assert len(made) == 2
+        assert made() == 2
         found = {"w": torch.zeros(3)}
         nostall.load(found, tmp_path / f"{number}")
         assert found["w"].tolist() == [2.0] * 3

@@ -27,57 +27,22 @@ from nostall._save.by_name import plans
 from nostall.errors import ReadError
 from programs.entry_points import State
 from programs.planning import CHANGES, WHERE, changed, collectives, make_state
+from programs.simulated import lengths
 from support.faults import Fault, inject
 from support.states import blobs, read_metadata
 
 
 @contextmanager
-def messages() -> Iterator[list[int]]:
-    """Lengths of what this rank sends to others."""
-    sent: list[int] = []
-    scatter, gather = dist.scatter_object_list, dist.gather_object
-
-    def gathering(**options: Any) -> Any:
-        sent.append(len(pickle.dumps(options["obj"])))
-        return gather(**options)
-
-    def scattering(**options: Any) -> Any:
-        given = options["scatter_object_input_list"] or [None]
-        sent.append(max(len(pickle.dumps(each)) for each in given))
-        return scatter(**options)
-
-    with (
-        patch.object(dist, "gather_object", gathering),
-        patch.object(dist, "scatter_object_list", scattering),
-    ):
-        yield sent
-
-
-@contextmanager
-def plannings() -> Iterator[list[int]]:
-    """One entry for each rank's plan and each global plan that this rank makes in full."""
-    made: list[int] = []
+def plannings() -> Iterator[Callable[[], int]]:
+    """How many plans of a rank, and global plans in full, this rank has made in the block."""
     local = default_planner.create_default_local_save_plan
     whole = default_planner.create_default_global_save_plan
-
-    def plan_local(*args: Any, **options: Any) -> Any:
-        made.append(1)
-        return local(*args, **options)
-
-    def plan_all(*args: Any, **options: Any) -> Any:
-        made.append(2)
-        return whole(*args, **options)
-
-    def plan_all_columns(*args: Any, **options: Any) -> Any:
-        made.append(2)
-        return plan_columns(*args, **options)
-
     with (
-        patch("nostall._save.by_name.planner.plan_columns", plan_all_columns),
-        patch.object(default_planner, "create_default_local_save_plan", plan_local),
-        patch.object(default_planner, "create_default_global_save_plan", plan_all),
+        patch("nostall._save.by_name.planner.plan_columns", wraps=plan_columns) as columns,
+        patch.object(default_planner, local.__name__, wraps=local) as locals_,
+        patch.object(default_planner, whole.__name__, wraps=whole) as wholes,
     ):
-        yield made
+        yield lambda: columns.call_count + locals_.call_count + wholes.call_count
 
 
 def save(path: Path, state: State, **options: Any) -> Metadata:
@@ -121,12 +86,12 @@ def steady(out: Path) -> list[dict[str, Any]]:
     """Three saves with new values: what is planned, sent and written."""
     found = []
     for number in range(3):
-        with messages() as sent, plannings() as made, collectives() as said:
+        with lengths() as sent, plannings() as made, collectives() as said:
             metadata = save(out / f"{number}", wide_state(number))
         found.append(
             {
-                "sent": max(sent),
-                "planned": len(made),
+                "sent": max(sent.values()),
+                "planned": made(),
                 "said": dict(said),
                 "returned": metadata == read_metadata(out / f"{number}"),
                 "is right": is_as_by_stocks(out / f"{number}", wide_state(number)),
@@ -157,7 +122,7 @@ def alternating(out: Path, who: str) -> dict[str, Any]:
             state[f"more {more}"] = torch.full((2,), number)
         with plannings() as made:
             save(path, state)
-        planned.append(len(made))
+        planned.append(made())
         right.append(is_as_by_stocks(path, state))
     return {"planned": planned, "right": right}
 
@@ -296,7 +261,7 @@ def in_background(out: Path, staging: str) -> dict[str, Any]:
             saving = dcp.async_save(make_state(number), storage_writer=writer, planner=planner)
             upload = saving if isinstance(saving, Future) else saving.upload_completion
             upload.result()
-        planned.append(len(made))
+        planned.append(made())
         right.append(is_as_by_stocks(path, make_state(number)))
     return {"planned": planned, "right": right}
 

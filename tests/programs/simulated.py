@@ -24,7 +24,7 @@ _ROWS, _COLUMNS = 4, 64
 
 
 @contextmanager
-def _lengths() -> Iterator[dict[str, int]]:
+def lengths() -> Iterator[dict[str, int]]:
     """Bytes that this rank sends up, and that each gets from the coordinator."""
     seen = {"up": 0, "down": 0}
     gather, broadcast = dist.gather_object, dist.broadcast_object_list
@@ -75,7 +75,7 @@ def exchanged(out: Path, items: str) -> dict[str, Any]:
                 writer, planner = dcp.FileSystemWriter(path), dcp.DefaultSavePlanner()
             else:
                 writer, planner = nostall.FileSystemWriterAsync(path), nostall.SavePlanner()
-            with collectives() as said, _lengths() as sent:
+            with collectives() as said, lengths() as sent:
                 dcp.save({"model": layers}, storage_writer=writer, planner=planner)
             sent["collectives"] = sum(said.values())
             found.setdefault(way, {})["later" if number else "first"] = sent
