@@ -81,13 +81,9 @@ def held() -> list[str]:
 
 
 def main(kind: str, happens: str, path: Path, offset: float) -> None:
-    """Print how many of the saves were interrupted.
+    """Print how many of the saves were interrupted, at what kind of places.
 
-    Args:
-        kind: Of the saves.
-        happens: At what kind of places they are interrupted.
-        path: Where they save.
-        offset: The first place, as a part of the distance between two.
+    ``offset`` is the first place, as a part of the distance between two.
     """
     faulthandler.dump_traceback_later(_LONGEST_S, exit=True)
     save = SAVES[kind]

@@ -96,21 +96,22 @@ def everything(out: Path) -> list[str]:
         dist.barrier()
         if _files(path) != _files(out / "stock"):
             wrong.append(f"{name}: other files than stock's")
-        readers: dict[str, Any] = {
-            "stock": HuggingFaceStorageReader(str(path)),
-            "nostall": nostall.FileSystemReader(path),
-            "nostall, together": nostall.FileSystemReader(path, process_group=dist.group.WORLD),
-        }
-        for who, reader in readers.items():
-            found = sharded({each: torch.zeros_like(value) for each, value in state.items()}, 1)
-            dcp.load(found, storage_reader=reader)
-            wrong += [
-                f"{name}, read by {who}: {each}"
-                for each, value in state.items()
-                if not torch.equal(found[each].full_tensor(), value)
-            ]
         if not nostall.verify(path).ok:
             wrong.append(f"{name}: damaged")
+    path = out / "split"
+    readers: dict[str, Any] = {
+        "stock": HuggingFaceStorageReader(str(path)),
+        "nostall": nostall.FileSystemReader(path),
+        "nostall, together": nostall.FileSystemReader(path, process_group=dist.group.WORLD),
+    }
+    for who, reader in readers.items():
+        found = sharded({each: torch.zeros_like(value) for each, value in state.items()}, 1)
+        dcp.load(found, storage_reader=reader)
+        wrong += [
+            f"read by {who}: {each}"
+            for each, value in state.items()
+            if not torch.equal(found[each].full_tensor(), value)
+        ]
     floats = {name: each for name, each in state.items() if each.is_floating_point()}
     WAYS["dcp.save"](out / "floats", sharded(floats, 0))
     if dist.get_rank() == 0 and not _is_consolidated(out / "floats", floats):

@@ -75,7 +75,7 @@ def test_places_are_those_of_the_moment_of_staging(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter, Plain])
 def test_a_planner_of_ones_own_finds_the_attributes(tmp_path: Path, kind: Any) -> None:
-    """On every torch, also after the copy was sent to stock's checkpoint process."""
+    """On every torch, also after the copy was sent to stock's checkpoint process, which plans."""
     tensor = filled(SWAPPED)
     tensor = kind(tensor) if kind is torch.nn.Parameter else tensor.as_subclass(kind)
     described = with_attributes(tensor, SWAPPED)
@@ -87,16 +87,12 @@ def test_a_planner_of_ones_own_finds_the_attributes(tmp_path: Path, kind: Any) -
             assert getattr(copied, name) == getattr(described, name)
         assert not hasattr(copied, "gradient")  # large, and no part of the description
         assert copied.requires_grad == described.requires_grad
-
-
-def test_a_class_with_methods_is_sent_to_another_process(tmp_path: Path) -> None:
-    """Stock's checkpoint process plans the copy, and asks it."""
-    for made in (part(SWAPPED), part(SWAPPED, PartParameter)):
+    for made in (part(SWAPPED), part(SWAPPED, PartParameter)):  # whose methods it asks
         staged = FileSystemWriterAsync(tmp_path).stage({"item": made})
-        sent = pickle.loads(bytes(ForkingPickler.dumps(staged)))["item"]
-        assert type(sent) is type(made)
-        assert sent.__create_chunk_list__() == made.__create_chunk_list__()
-        assert torch.equal(sent.as_subclass(torch.Tensor), filled(SWAPPED))
+        copied = pickle.loads(bytes(ForkingPickler.dumps(staged)))["item"]
+        assert type(copied) is type(made)
+        assert copied.__create_chunk_list__() == made.__create_chunk_list__()
+        assert torch.equal(copied.as_subclass(torch.Tensor), filled(SWAPPED))
 
 
 class Unsendable:
