@@ -405,6 +405,7 @@ def test_items_spread_over_files_are_the_same_items(
 
 def _changing(step: int) -> dict[str, Any]:
     state = small_state(step)
+    state["object"] = "x" * (10, 10, 5_000_000, 10)[step]
     state["channels last"] = _channels_last(2, 3, 4, 5) + step
     state["conjugated"] = filled(torch.complex64, (4, 3), seed=step).conj()
     state["empty view"] = torch.empty(4, 0)[2:]

@@ -95,29 +95,24 @@ def test_no_save_shows_what_was_saved_before_it(found: list[Found]) -> None:
         assert facts["matrix"]["said with other options"] == [NOTHING] * 30
 
 
-def test_dropping_a_copy_that_another_rank_writes_changes_nothing(found: list[Found]) -> None:
-    """A rank that drops a replicated tensor it did not write leaves it in the checkpoint."""
-    for facts in found:
-        case = facts["replicated_on_one_rank_less"]["another wrote it"]
-        assert case["fourth"]["ranks"] == []
-        assert case["committed"]
-        assert case["wrong"] == []
-
-
-def test_dropping_the_copy_that_is_written_fails_the_save_on_every_rank(found: list[Found]) -> None:
-    """Nothing is committed when the rank that was to write a replicated tensor has dropped it.
+def test_a_rank_may_drop_a_copy_of_what_another_one_writes(found: list[Found]) -> None:
+    """If it drops one that it was to write itself, the save fails on every rank.
 
     The error names the tensor, and the next save is planned anew and has it from the other rank.
     """
     for facts in found:
+        for case in facts["replicated_on_one_rank_less"].values():
+            assert case["fourth"]["plan"] == NOTHING
+            assert case["wrong"] == []
+        case = facts["replicated_on_one_rank_less"]["another wrote it"]
+        assert case["fourth"]["ranks"] == []
+        assert case["committed"]
         case = facts["replicated_on_one_rank_less"]["it wrote it"]
         assert case["fourth"]["ranks"] == [0]
         assert "not written by any rank" in case["fourth"]["text"]
         assert "'shared'" in case["fourth"]["text"]
-        assert case["fourth"]["plan"] == NOTHING
         assert not case["committed"]
         assert case["fifth"] == FIRST
-        assert case["wrong"] == []
 
 
 def test_a_rank_may_begin_to_hold_what_another_one_writes(found: list[Found]) -> None:
@@ -135,17 +130,6 @@ def test_saves_in_flight_over_a_change_rest_on_their_own_plans(found: list[Found
     for facts in found:
         said = facts["in_flight_over_a_change"]
         assert said["plan"] == [NOTHING, NOTHING, FIRST, FIRST]
-        assert said["wrong"] == []
-
-
-def test_saves_over_each_other_make_no_metadata_anew(found: list[Found]) -> None:
-    """Their files have new names each time; the last metadata is published with those names."""
-    for rank, facts in enumerate(found):
-        said = facts["over_itself"]
-        if rank == 0:
-            assert said["made"] == [1, 1, 1, 0, 0, 0]
-            assert said["metadata"] == [True] * 6
-        assert said["names"] == [[]] * 6
         assert said["wrong"] == []
 
 
@@ -189,7 +173,6 @@ def test_reuse_is_verified_by_all_ranks(found: list[Found]) -> None:
             "equal": [True, {"all_reduce": 1}],
             "one differs": [False, {"all_reduce": 1}],
             "none": [False, {"all_reduce": 1}],
-            "fewer": [False, {"all_reduce": 1}],
         }
 
 

@@ -24,10 +24,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from nostall import _torch
+from nostall import SavePlanner, _torch
 from nostall._commit.metadata import local_plans_in
-from nostall._commit.publication import publication_of
-from nostall._save import commit
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.core import AsyncCallsQueue
 from nostall.errors import OptionError
@@ -324,6 +322,7 @@ CHANGED: dict[str, tuple[Callable[[State], object], Callable[[], DefaultSavePlan
     "an object": (_noted, DefaultSavePlanner),
     "another class": (_only, AlonePlanner),
     "another class, vouched for": (_only, VouchedPlanner),
+    "nostall's": (_only, SavePlanner),
     "a switch of it": (_only, lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True)),
 }
 """Changes of the state or the planner."""
@@ -511,27 +510,6 @@ def _resume_from_one_rank(out: Path) -> Facts:
     return _resume(out, loaded)
 
 
-def over_itself(out: Path) -> Facts:
-    """Saves that replace each other through one cache; from the fourth on only names are new."""
-    cache, path = CheckpointMetadataCache(), out / "over itself"
-    facts: Facts = {"made": [], "wrong": [], "names": [], "metadata": []}
-    for number in range(6):
-        with patch.object(commit, "publication_of", wraps=publication_of) as made:
-            planned = plan(path, make_state(number), cache)
-            planned.finish()
-        facts["made"].append(made.call_count)
-        facts["wrong"] += loaded_wrong(path, make_state(number), make_state(0))
-        committed = read_metadata(path)
-        referenced = {info.relative_path for info in committed.storage_data.values()}
-        there = {each.name for each in path.glob("*.distcp")}
-        facts["names"].append(sorted(referenced ^ there))
-        dist.barrier()
-        metadata = planned.arguments[1]
-        if metadata is not None:
-            facts["metadata"].append(metadata.storage_data == committed.storage_data)
-    return facts
-
-
 def dcps_error(text: str) -> BaseException:
     """An error as it comes from a planner that talks to other ranks by DCP's means."""
     return CheckpointException("talk", {1: _torch.wrap_exception(ValueError(text))})
@@ -666,7 +644,6 @@ def verified(out: Path) -> Facts:
         ("equal", plans, plans[rank]),
         ("one differs", plans, other),
         ("none", None, plans[rank]),
-        ("fewer", plans[:1], plans[rank]),
     ):
         with collectives() as said:
             facts[name] = [verify_global_md_reuse(loaded, local, rank, wrapper), dict(said)]
@@ -685,7 +662,6 @@ def two_ranks(out: Path) -> dict[str, Facts]:
             joined,
             in_flight_over_a_change,
             resumed,
-            over_itself,
             planning_failures,
             other_planners,
             another_coordinator,

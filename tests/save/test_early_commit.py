@@ -228,9 +228,14 @@ def test_another_groups_commit_is_not_taken_for_the_own(found: list[Any]) -> Non
     assert found == [{"whole": True, "raised": True, "complete": False}] * 2
 
 
-@on_ranks("early:given_up_in_another_queue")
-def test_what_others_have_finalised_is_not_torn(found: list[Any]) -> None:
-    """By a rank that gives it up when the decision about it is removed from the store."""
+@on_ranks(
+    "early:given_up_in_another_queue",
+    "early:beside_a_leftover",
+    "early:one_waits_and_the_other_polls",
+    "early:late_on_one_rank",
+)
+def test_a_save_is_whole_whatever_one_rank_does(found: list[Any]) -> None:
+    """It gives up what others have finalised, finds its name taken, waits, or is late."""
     assert found == [{"whole": True}] * 2
 
 
@@ -252,22 +257,10 @@ def test_records_of_different_saves_are_not_mixed(found: list[Any]) -> None:
         assert each["again"] == {}
 
 
-@on_ranks("early:beside_a_leftover")
-def test_files_of_other_names_are_committed_early(found: list[Any]) -> None:
-    """Polls do not wait for a rank whose name was taken."""
-    assert found == [{"whole": True}] * 2
-
-
 @on_ranks("early:after_a_refused_commit")
 def test_a_refused_commit_costs_no_other_save(found: list[Any]) -> None:
     """Among several saves in flight only the one whose commit is refused fails."""
     assert found == [{"failures": 1, "whole": [False, True, True]}] * 2
-
-
-@on_ranks("early:one_waits_and_the_other_polls")
-def test_one_rank_may_wait_while_another_one_polls(found: list[Any]) -> None:
-    """In the middle of the commit."""
-    assert found == [{"whole": True}] * 2
 
 
 @on_ranks("early:keys_of_failed_saves")
@@ -318,12 +311,6 @@ def test_a_signal_before_the_last_poll_costs_no_save(tmp_path: Path, how: str) -
     """The answer to that poll says that a process is to end, and not that the save is done."""
     for found in run_ranks(2, "early:signalled_before_the_end", tmp_path, how, whole_end=True):
         assert found == {"pending": 0, "whole": True}
-
-
-@on_ranks("early:late_on_one_rank")
-def test_a_report_that_crosses_its_deadline_counts(found: list[Any]) -> None:
-    """No save is reported as failed that is there."""
-    assert found == [{"whole": True}] * 2
 
 
 @on_ranks("early:dropped_plans")

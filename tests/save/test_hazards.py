@@ -98,14 +98,6 @@ def test_a_planners_own_values_do_not_lie_where_tensors_were_staged(
         assert blobs(tmp_path / f"{number}") == blobs(tmp_path / "stock")
 
 
-def test_a_staged_object_that_has_grown_is_saved_whole(tmp_path: Path) -> None:
-    """Memory that was laid out for a shorter object is not used for a longer one."""
-    for number, length in enumerate((10, 10, 5_000_000, 10)):
-        state = {"w": torch.ones(10), "object": b"x" * length}
-        async_save(tmp_path / f"{number}", state, single_file_per_rank=False).result(60)
-        assert blobs(tmp_path / f"{number}") == saved_by_stock(tmp_path / f"s{number}", state)
-
-
 def test_writing_a_snapshot_twice_is_refused(tmp_path: Path) -> None:
     """After the first write its memory is free for others; a retry must not commit theirs."""
     writer = FileSystemWriterAsync(tmp_path / "saved")

@@ -307,28 +307,6 @@ def test_lazy_values_are_written_as_they_are(tmp_path: Path) -> None:
         negated.add_(1)
 
 
-def test_a_known_structure_is_saved_with_new_values(tmp_path: Path) -> None:
-    """Ten saves with one cache, in both formats by turns."""
-    cache, state = CheckpointMetadataCache(), {"a": torch.zeros(300, 100), "b": torch.zeros(5)}
-    with AsyncCallsQueue() as queue:
-        for step in range(10):
-            is_ours = step % 5 != 4
-            form = SAFETENSORS if is_ours else SerializationFormat.TORCH_SAVE
-            path = tmp_path / str(step)
-            schedule(queue, path, state, cache=cache, serialization_format=form)
-            queue.maybe_finalize_async_calls(blocking=True)
-            if is_ours:
-                content = only_file(path)
-                assert content == as_the_package_writes(content, state)
-                assert_holds(path, state)
-            else:
-                found = zeros_like(state)
-                dcp.load(found, checkpoint_id=path, no_dist=True)
-                assert_equal(found, state)
-            for each in state.values():
-                each.add_(1 + step)
-
-
 def _long_header() -> State:
     named = {
         f"{number} {'x' * 300}": torch.full((n,), float(n)) for number, n in enumerate(LENGTHS)
@@ -395,18 +373,6 @@ def test_overwriting(tmp_path: Path) -> None:
         save(tmp_path, state_of(), overwrite=False)
 
 
-def test_slices_are_read(tmp_path: Path) -> None:
-    """Rows of large tensors, straight into the target; other slices and dtypes, too."""
-    whole = torch.randn(3000, 700)
-    save(tmp_path, {"x": whole}, planner=InHalves())
-    other = {"x": torch.zeros(700, 3000).t()}
-    nostall.load(other, tmp_path)
-    assert torch.equal(other["x"], whole)
-    cast = {"x": torch.zeros(3000, 700, dtype=torch.float64)}
-    nostall.load(cast, tmp_path)
-    assert torch.equal(cast["x"], whole.double())
-
-
 def test_damage_is_found(tmp_path: Path) -> None:
     """A flipped bit of the header or of a value, and a file that is cut off or missing."""
     state = state_of()
@@ -453,7 +419,7 @@ def test_stocks_plain_reader_says_that_it_does_not_know_the_format(tmp_path: Pat
 def test_commands_and_functions_for_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """List, look, compare, convert, find the last and remove."""
+    """Find the last, look, compare, convert and remove."""
     state = state_of()
     root = tmp_path / "run"
     save(root / "step-1", state)
@@ -468,9 +434,6 @@ def test_commands_and_functions_for_checkpoints(
     assert_equal(safetensors.torch.load_file(tmp_path / "one.safetensors"), flat(state))
     assert main(["convert", str(root / "step-1"), str(tmp_path / "one.pt")]) == 0
     assert_equal(torch.load(tmp_path / "one.pt"), state)
-    (root / "step-1" / ".metadata").unlink()
-    assert main(["ls", str(root)]) == 0
-    assert "not committed  step-1" in capsys.readouterr().out
     for step in (1, 2):
         nostall.remove_checkpoint(root / f"step-{step}")
     assert not list(root.iterdir())
