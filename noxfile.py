@@ -79,7 +79,7 @@ UNIT_TESTS = (
     "tests/commit/test_hostile.py",
     "tests/plan/test_container_bytes.py",
     "tests/plan/test_layout.py",
-    "tests/plan/test_plan_cache.py",
+    "tests/plan/test_global_plan.py",
     "tests/plan/test_structure.py",
     "tests/public/test_errors.py",
     "tests/public/test_options.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -41,17 +41,10 @@ def async_save(path: Path, state: dict[str, Any], **options: Any) -> Any:
     return dcp.async_save(state, storage_writer=writer, no_dist=True)
 
 
-@pytest.fixture
-def short_deadline() -> Iterator[None]:
-    """Saves are given up after a second."""
-    nostall.configure(EngineOptions(save_timeout_s=1.0))
-    yield
-    nostall.configure(EngineOptions())
-
-
-@pytest.mark.usefixtures("given_up_soon", "short_deadline")
+@pytest.mark.usefixtures("given_up_soon")
 def test_a_save_given_up_at_its_deadline_never_touches_the_next_ones_memory(tmp_path: Path) -> None:
     """The late job's seals would land in the image of the memory's next holder."""
+    nostall.configure(EngineOptions(save_timeout_s=1.0))
     zeros = {"zeros": torch.zeros(200_000), "n": torch.zeros(3)}
     with Hold() as hold, inject(hold.fault):
         late = async_save(tmp_path / "late", {"many": torch.ones(200_000), "n": torch.ones(3)})
@@ -200,7 +193,6 @@ def test_options_are_not_changed_under_a_save_that_is_being_written(tmp_path: Pa
         hold.release()
         queue.close()
     assert blobs(tmp_path / "save") == saved_by_stock(tmp_path / "stock", small_state(1))
-    nostall.configure(EngineOptions())
 
 
 def test_a_writer_takes_no_second_save_before_the_first_is_finalised(tmp_path: Path) -> None:
@@ -304,13 +296,11 @@ def test_options_take_numbers_of_numpys_and_0_and_1_as_stock_does(tmp_path: Path
     for each in (writer, stock):
         dcp.save(small_state(1), storage_writer=each, no_dist=True)
     assert blobs(tmp_path / "ours") == blobs(tmp_path / "stock")
-    before = default_engine().options
     number = np.int64(2)
     given: dict[str, Any] = {"io_threads": number, "direct_io": 0, "save_timeout_s": np.float32(9)}
     nostall.configure(EngineOptions(**given))
     with AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "behind", small_state(1), thread_count=number)
-    nostall.configure(before)
     assert blobs(tmp_path / "behind") == blobs(tmp_path / "stock")
 
 

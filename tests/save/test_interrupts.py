@@ -1,8 +1,8 @@
-"""After an exception from outside, such as Ctrl-C, at any handover the next save is whole."""
+"""After Ctrl-C anywhere, or another exception from outside, the next save is whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,14 @@ from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.faults import Hold, inject
+from support.ranks import run_script
 from support.states import blobs, schedule
 
 
 @pytest.fixture(autouse=True)
-def one_block() -> Iterator[None]:
+def one_block() -> None:
     """Every snapshot is taken to the same memory."""
     nostall.configure(EngineOptions(max_in_flight=1))
-    yield
-    nostall.configure(EngineOptions())
 
 
 def structure(name: str, count: int, numel: int) -> dict[str, Any]:
@@ -140,3 +139,17 @@ def test_memory_that_is_being_written_is_not_shared(saves: Saves) -> None:
         saves.queue.maybe_finalize_async_calls(blocking=True)
     assert leased == [1]
     saves.require_as_stock("a", path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("happens", ["lock", "call"])
+@pytest.mark.parametrize("kind", ["sync", "split", "waves", "overlapped", "tier"])
+def test_a_save_after_an_interrupted_one_is_committed(
+    tmp_path: Path, kind: str, happens: str
+) -> None:
+    """Wherever the main thread was, and at every second place if Ctrl-C was pressed twice."""
+    # The offset of the places is another in each order of the tests, and the same in the same one.
+    arguments = kind, happens, str(tmp_path / "save"), str(random.random())
+    done = run_script("programs/interrupted_saves.py", *arguments, cwd=tmp_path, timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0

@@ -1,18 +1,19 @@
-"""Synchronous saves of more than a few chunks go through a ring of buffers, not a snapshot."""
+"""Bounded memory: synchronous saves go through a ring of buffers, what does not fit in waves."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import nostall
 from nostall._engine import default_engine
@@ -20,18 +21,12 @@ from nostall._memory.arena import Block
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from support.faults import Fault, inject
-from support.states import blobs, schedule
+from nostall.state_dict_saver import CheckpointMetadataCache
+from support.faults import Fault, inject, writer_pids
+from support.states import blobs, save_async, schedule, shard_files
 
 MIB = 1 << 20
 PAGE = 4096
-
-
-@pytest.fixture(autouse=True)
-def options() -> Iterator[None]:
-    """Whatever a test configures is undone."""
-    yield
-    nostall.configure(EngineOptions())
 
 
 def save(path: Path, state: dict[str, Any], **options: Any) -> FileSystemWriterAsync:
@@ -43,10 +38,6 @@ def save(path: Path, state: dict[str, Any], **options: Any) -> FileSystemWriterA
 def by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
     dcp.save(state, checkpoint_id=path, no_dist=True)
     return blobs(path)
-
-
-def shard_files(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.glob("*.distcp")}
 
 
 @pytest.mark.parametrize("limit", [{"io_threads": 4}, {"max_staging_bytes": 6 * MIB}], ids=str)
@@ -156,3 +147,152 @@ def test_snapshots_after_a_ring_are_right(tmp_path: Path) -> None:
             expected = by_stock(tmp_path / f"stock {number}", state)
             assert blobs(tmp_path / f"async {number}") == expected
             assert blobs(tmp_path / f"sync {number}") == expected
+
+
+# --- in waves -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bounded() -> int:
+    """At most 8 MiB of snapshot memory, in two blocks."""
+    limit = 8 * MIB
+    nostall.configure(EngineOptions(max_staging_bytes=limit))
+    return limit
+
+
+def large_state(seed: int = 0) -> dict[str, Any]:
+    """24 MiB in tensors of 1.5 MiB, and something small."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"t{n}": torch.randn(384 << 10, generator=generator) for n in range(16)}
+    return {**tensors, "transposed": torch.randn(9, 7, generator=generator).t(), "epoch": seed}
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlapped"])
+def test_memory_stays_below_the_limit(tmp_path: Path, bounded: int, staging: str) -> None:
+    """For three saves of three times the limit; each is what stock writes."""
+    cache = CheckpointMetadataCache()
+    with AsyncCallsQueue() as queue:
+        for number in range(4):
+            path = tmp_path / f"{number}"
+            schedule(queue, path, large_state(number), cache=cache, staging=staging)
+            nostall.wait_staged()
+            assert 0 < default_engine().arena.reserved_nbytes <= bounded
+            assert sum(block.nbytes for block in Block._all) <= bounded
+            queue.wait()
+            assert blobs(path) == by_stock(tmp_path / f"stock {number}", large_state(number))
+            assert len(list(path.glob("*.distcp"))) > 3
+
+
+@pytest.mark.usefixtures("bounded")
+def test_a_tensor_larger_than_the_limit_is_saved_all_the_same(tmp_path: Path) -> None:
+    """It gets a wave of its own, and memory for it."""
+    state = {"small": torch.ones(3), "large": torch.randn(6 * MIB), "more": torch.ones(4)}
+    with AsyncCallsQueue() as queue:
+        schedule(queue, tmp_path / "save", state)
+    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", state)
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("file", [0, 3])
+def test_a_wave_that_fails_fails_the_save_and_leaves_no_file(tmp_path: Path, file: int) -> None:
+    """Whichever it is; and the next save is right."""
+    queue = AsyncCallsQueue()
+    with inject(Fault.errno("chunk", errno.ENOSPC, file=f"__0_{file}.distcp")):
+        schedule(queue, tmp_path / "save", large_state())
+        with pytest.raises(CheckpointException, match="No space left"):
+            queue.wait()
+    assert not list((tmp_path / "save").glob("*"))
+    schedule(queue, tmp_path / "save", large_state(1))
+    queue.close()
+    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", large_state(1))
+
+
+@pytest.mark.usefixtures("bounded")
+def test_a_writer_that_dies_between_waves_fails_the_save(tmp_path: Path) -> None:
+    """Also where the next wave would start a new writer."""
+    queue = AsyncCallsQueue()
+    before = writer_pids()
+    with inject(Fault({"point": "fsync", "do": "exit", "code": 17, "file": "__0_3.distcp"})):
+        schedule(queue, tmp_path / "save", large_state())
+        with pytest.raises(CheckpointException, match="exit code 17"):
+            queue.wait()
+    assert not (tmp_path / "save" / ".metadata").exists()
+    schedule(queue, tmp_path / "next", large_state(1))
+    queue.close()
+    assert writer_pids() != before
+    assert blobs(tmp_path / "next") == by_stock(tmp_path / "stock", large_state(1))
+
+
+@pytest.mark.usefixtures("bounded")
+def test_waves_through_a_callable_that_cannot_travel_end(tmp_path: Path) -> None:
+    """They are written in threads of the trainer, several at the same time."""
+    opened = []
+
+    def open_file(path: str, mode: str) -> Any:
+        opened.append(path)
+        return open(path, mode)
+
+    with AsyncCallsQueue() as queue:
+        for number in range(3):
+            schedule(queue, tmp_path / f"{number}", large_state(number), open_file=open_file)
+            queue.wait(60)
+            assert blobs(tmp_path / f"{number}") == by_stock(
+                tmp_path / f"stock {number}", large_state(number)
+            )
+    assert len(opened) > 9
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"staging": "overlapped"}, {"thread_count": 4}, {"single_file_per_rank": False}],
+    ids=str,
+)
+def test_the_first_dcp_async_save_needs_memory_for_one_copy(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """A checkpoint of half of the host's memory can be saved; the bytes are stock's."""
+    state = large_state()
+    nbytes = sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
+    nostall.configure(EngineOptions())  # without the memory of other tests
+    writer = FileSystemWriterAsync(tmp_path / "saved", **options)
+    save_async(writer, state)
+    assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes + 2 * MIB  # a whole block
+    assert blobs(tmp_path / "saved") == by_stock(tmp_path / "stock", state)
+
+
+class Renaming(DefaultSavePlanner):
+    """Saves every item under another name, as a planner of a user's own may."""
+
+    def set_up_planner(
+        self,
+        state_dict: Any,
+        storage_meta: Any = None,
+        is_coordinator: bool = False,  # noqa: FBT001, FBT002  # DCP's signature
+    ) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.state_dict = {f"module.{name}": value for name, value in self.state_dict.items()}
+
+
+def test_a_planner_of_other_names_needs_memory_for_one_copy(tmp_path: Path) -> None:
+    """Places in an image that no tensor fits are not reserved."""
+    state = large_state()
+    nbytes = sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
+    nostall.configure(EngineOptions())
+    for number in range(3):
+        writer = FileSystemWriterAsync(tmp_path / f"{number}")
+        saved: Any = dcp.async_save(state, storage_writer=writer, planner=Renaming(), no_dist=True)
+        saved.result(60)
+    assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes + 2 * MIB
+
+
+def test_writers_with_other_options_keep_places_of_their_own(tmp_path: Path) -> None:
+    """Their tensors go to other files, so to other places in the image."""
+    state = large_state()
+    nostall.configure(EngineOptions())
+    nbytes = sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
+    process = psutil.Process(writer_pids()[0])
+    for number in range(4):
+        before = process.io_counters().write_chars
+        writer = FileSystemWriterAsync(tmp_path / f"{number}", thread_count=1 + number % 2)
+        save_async(writer, state)
+        assert process.io_counters().write_chars - before >= nbytes  # not written by the trainer
