@@ -170,18 +170,6 @@ def test_another_structure_is_not_taken_for_the_known_one(change: Callable[[Stat
     assert found(known(example()), change(example())) is None
 
 
-def test_tensors_inside_of_a_transform_are_not_taken_for_the_known_ones() -> None:
-    """A tensor inside ``vmap`` looks like a plain one but has no storage; it is not recognised."""
-    structure, tried = known(example()), []
-
-    def look(weight: torch.Tensor) -> torch.Tensor:
-        tried.append(found(structure, set_at(example(), "weight", weight)))
-        return weight
-
-    torch.func.vmap(look)(torch.ones(2, 4, 5))
-    assert tried == [None]
-
-
 def test_nothing_is_kept_of_what_was_learned() -> None:
     """Knowing a structure keeps no tensor alive."""
     state = example()

@@ -844,24 +844,6 @@ def late_on_one_rank(out: Path) -> dict[str, Any]:
     return {"whole": job.is_whole(WARM)}
 
 
-def dropped_plans(out: Path) -> dict[str, Any]:
-    """A plan that is dropped takes its tensors with it, without the garbage collector."""
-    job = Job(out)
-    gc.disable()
-    writer = FileSystemWriterAsync(out / "dropped")
-    state = job.state(0)
-    tensor = weakref.ref(state[f"rank{_rank()}"])
-    planned = save_state_dict_async_plan(
-        state, writer, None, 0, DefaultSavePlanner(), True, job.cache
-    )
-    assert writer._rank_save.split is not None
-    assert writer._rank_save.split.early is not None
-    del writer, state, planned
-    is_gone = tensor() is None
-    gc.enable()
-    return {"gone": is_gone}
-
-
 def forked(out: Path) -> int:
     """A child that is forked between two polls ends at once; its exit status."""
     job = Job(out)

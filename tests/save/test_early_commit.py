@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -139,44 +139,6 @@ def test_without_the_store_saves_are_committed_together(found: list[Any]) -> Non
         assert each["whole"] == [True] * (WARM + 2)
 
 
-class Killed(NamedTuple):
-    """A save to a directory, ``over`` a checkpoint or ``new``, and who is killed where."""
-
-    place: str
-    point: str
-    victims: tuple[str, ...]
-
-
-class Left(NamedTuple):
-    """Files that a killed job has left, and those that are there after a save by the next one."""
-
-    committed: float | None
-    again: list[float]
-
-
-KILLED = [
-    Killed("over", "publish", ("trainer",)),
-    Killed("over", "commit", ("trainer", "writer")),
-    Killed("new", "commit", ("trainer",)),
-    Killed("new", "publish", ("writer",)),
-]
-
-
-@pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> dict[Killed, Left]:
-    """The rest of each killed job; all jobs that follow are in one start of ranks."""
-    out = tmp_path_factory.mktemp("killed")
-    committed: list[float | None] = []
-    for number, case in enumerate(KILLED):
-        program = ("early:killed_between", out / f"{number}", case.place, case.point)
-        run_ranks(2, *program, *case.victims, check=False)
-        committed.append(committed_in(out / f"{number}" / case.place))
-    places = [f"../{number}/{case.place}" for number, case in enumerate(KILLED)]
-    first, second = run_ranks(2, "early:starts_again", out / "next", *places)
-    assert first == second
-    return dict(zip(KILLED, map(Left, committed, first), strict=True))
-
-
 def committed_in(path: Path) -> float | None:
     """The value of all elements of both ranks; ``None`` if nothing is committed there."""
     if not nostall.is_complete(path):
@@ -188,14 +150,25 @@ def committed_in(path: Path) -> float | None:
     return value
 
 
-@pytest.mark.parametrize("killed", KILLED, ids=lambda killed: "-".join(map(str, killed)))
 def test_kills_between_durable_and_published_leave_the_old_checkpoint_or_the_new_one(
-    left: dict[Killed, Left], killed: Killed
+    tmp_path: Path,
 ) -> None:
     """The coordinator's processes are killed. The next job saves there as usual."""
     old, new = float(WARM), float(WARM + 1)
-    expected = new if "trainer" not in killed.victims else old if killed.place == "over" else None
-    assert left[killed] == Left(expected, again=[old, old])
+    expected = {
+        ("over", "publish", "trainer"): old,
+        ("over", "commit", "trainer", "writer"): old,
+        ("new", "commit", "trainer"): None,
+        ("new", "publish", "writer"): new,
+    }
+    found, places = {}, []
+    for number, case in enumerate(expected):
+        run_ranks(2, "early:killed_between", tmp_path / f"{number}", *case, check=False)
+        found[case] = committed_in(tmp_path / f"{number}" / case[0])
+        places.append(f"../{number}/{case[0]}")
+    assert found == expected
+    again = run_ranks(2, "early:starts_again", tmp_path / "next", *places)
+    assert again == [[[old, old]] * len(expected)] * 2
 
 
 def test_a_process_alone_commits_without_a_poll(tmp_path: Path) -> None:
@@ -311,12 +284,6 @@ def test_a_signal_before_the_last_poll_costs_no_save(tmp_path: Path, how: str) -
     """The answer to that poll says that a process is to end, and not that the save is done."""
     for found in run_ranks(2, "early:signalled_before_the_end", tmp_path, how, whole_end=True):
         assert found == {"pending": 0, "whole": True}
-
-
-@on_ranks("early:dropped_plans")
-def test_a_plan_that_is_dropped_holds_no_tensors(found: list[Any]) -> None:
-    """Until the garbage collector runs, they would be beside those of the next save."""
-    assert found == [{"gone": True}] * 2
 
 
 @on_ranks("early:forked")

@@ -184,15 +184,6 @@ def test_memory_stays_below_the_limit(tmp_path: Path, bounded: int, staging: str
 
 
 @pytest.mark.usefixtures("bounded")
-def test_a_tensor_larger_than_the_limit_is_saved_all_the_same(tmp_path: Path) -> None:
-    """It gets a wave of its own, and memory for it."""
-    state = {"small": torch.ones(3), "large": torch.randn(6 * MIB), "more": torch.ones(4)}
-    with AsyncCallsQueue() as queue:
-        schedule(queue, tmp_path / "save", state)
-    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", state)
-
-
-@pytest.mark.usefixtures("bounded")
 @pytest.mark.parametrize("file", [0, 3])
 def test_a_wave_that_fails_fails_the_save_and_leaves_no_file(tmp_path: Path, file: int) -> None:
     """Whichever it is; and the next save is right."""
