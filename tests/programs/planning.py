@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock, patch
@@ -136,6 +137,21 @@ def changed(state: State, kind: str, where: str) -> State:
 # --- saving ---------------------------------------------------------------------------------------
 
 
+def _blank(value: Any) -> Any:
+    """The same structure, with no object of it; tensors are filled when they are loaded."""
+    if isinstance(value, dict):
+        return {key: _blank(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_blank(each) for each in value]
+    return deepcopy(value) if isinstance(value, torch.Tensor) else None
+
+
+def require_loaded(path: Path, state: State, group: dist.ProcessGroup | None = None) -> None:
+    """Stock loads from there what this rank has saved. Collective."""
+    wrong = loaded_wrong(path, state, _blank(state), process_group=group)
+    assert not wrong, (str(path), wrong)
+
+
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """A save between planning and finalising."""
@@ -144,15 +160,13 @@ class Planned:
     said: dict[str, int]
     """Collectives while planning, by name."""
 
-    def finish(self) -> dict[str, int]:
-        """Write and finalise; the collectives of that, by name."""
+    def finish(self) -> None:
+        """Write and finalise."""
         save_fn, preload_fn, args = self.arguments[0].get_save_function_and_args()
         if save_fn is not None:
             args[1] = preload_fn()
             save_fn(*args)
-        with collectives() as said:
-            save_state_dict_async_finalize(*self.arguments)
-        return dict(said)
+        save_state_dict_async_finalize(*self.arguments)
 
 
 def plan(
@@ -161,6 +175,7 @@ def plan(
     cache: CheckpointMetadataCache | None = None,
     planner: DefaultSavePlanner | None = None,
     *,
+    group: dist.ProcessGroup | None = None,
     coordinator: int = 0,
     default_cache: bool = False,
     **options: Any,
@@ -170,7 +185,7 @@ def plan(
         arguments = save_state_dict_async_plan(
             state,
             FileSystemWriterAsync(path, **options),
-            None,
+            group,
             coordinator,
             planner=planner,
             enable_cache=default_cache or cache is not None,
@@ -179,10 +194,14 @@ def plan(
     return Planned(arguments, dict(said))
 
 
-def save(path: Path, state: State, *args: Any, **options: Any) -> dict[str, int]:
-    """Plan, write and finalise; the collectives of planning."""
+def save(
+    path: Path, state: State, *args: Any, is_loaded: bool = True, **options: Any
+) -> dict[str, int]:
+    """Plan, write, finalise and load; the collectives of planning."""
     planned = plan(path, state, *args, **options)
     planned.finish()
+    if is_loaded:
+        require_loaded(path, state, options.get("group"))
     return planned.said
 
 
@@ -194,8 +213,9 @@ def valid_cache(out: Path) -> CheckpointMetadataCache:
     return cache
 
 
-def content(metadata: Metadata) -> tuple[Any, Any, Any]:
+def content(path: Path) -> tuple[Any, Any, Any]:
     """A checkpoint's entries, indices and mappings, read from its metadata."""
+    metadata = read_metadata(path)
     assert metadata.planner_data is not None
     mappings = {k: v for k, v in metadata.planner_data.items() if not k.startswith("nostall.")}
     return metadata.state_dict_metadata, set(metadata.storage_data), mappings
@@ -251,7 +271,7 @@ class StockCachingPlanner(DefaultSavePlanner):
 def steady_state(out: Path) -> Facts:
     """Seven saves through a queue: what is exchanged, and what the cache says about itself."""
     cache = CheckpointMetadataCache()
-    facts: Facts = {"plan": [], "status": [], "wrong": []}
+    facts: Facts = {"plan": [], "status": []}
     with AsyncCallsQueue() as queue:
         for number in range(1, 8):
             path = out / str(number)
@@ -262,12 +282,12 @@ def steady_state(out: Path) -> Facts:
             with collectives() as said:
                 queue.wait()
             facts["poll and finalize"] = dict(said)
-            facts["wrong"] += loaded_wrong(path, make_state(number), make_state(0))
+            require_loaded(path, make_state(number))
         with collectives() as said:
             queue.poll()
         facts["idle poll"] = dict(said)
     facts["uncached plan"] = save(out / "uncached", make_state(1))
-    facts["content"] = content(read_metadata(out / "7")) == content(read_metadata(out / "uncached"))
+    facts["content"] = content(out / "7") == content(out / "uncached")
     return facts
 
 
@@ -282,21 +302,14 @@ def structure_changes(out: Path) -> Facts:
 
 def _one_change(out: Path, kind: str, where: str) -> Facts:
     cache = valid_cache(out)
-    facts: Facts = {"plan": [], "wrong": [], "content": [], "status": []}
+    facts: Facts = {"plan": [], "status": []}
     for number in range(4, 8):
-        facts["plan"].append(
-            save(out / str(number), changed(make_state(number), kind, where), cache)
-        )
+        state = changed(make_state(number), kind, where)
+        facts["plan"].append(save(out / str(number), state, cache))
         facts["status"].append(cache.get_metadata_caching_status()[0])
-        facts["wrong"] += loaded_wrong(
-            out / str(number),
-            changed(make_state(number), kind, where),
-            changed(make_state(0), kind, where),
-        )
     save(out / "uncached", changed(make_state(4), kind, where))
-    wanted = content(read_metadata(out / "uncached"))
-    facts["content"] = [content(read_metadata(out / str(number))) == wanted for number in (4, 5, 7)]
-    return facts
+    wanted = content(out / "uncached")
+    return {**facts, "content": [content(out / str(number)) == wanted for number in (4, 5, 7)]}
 
 
 def _only(state: State) -> None:
@@ -351,28 +364,17 @@ def matrix(out: Path) -> Facts:
             state["table"] = torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
             change(state)
             paths = out / f"{part}-{number}-cached", out / f"{part}-{number}-uncached"
-            cached, _ = (
-                save(
-                    path,
-                    dict(state),
-                    known,
-                    planner(),
-                    sync_files=False,
-                    **(options if dist.get_rank() in ranks else {}),
-                )
-                for path, known in zip(paths, (cache, None), strict=True)
-            )
+            save_it = partial(save, sync_files=False, is_loaded=name != "safetensors")
+            own = options if dist.get_rank() in ranks else {}
+            said = save_it(paths[0], dict(state), cache, planner(), **own)
+            save_it(paths[1], dict(state), None, planner(), **own)
             dist.barrier()  # the coordinator has committed
-            if number % 3:  # the first of three may write on one rank what another one wrote
-                is_same = _all_of(paths[0]) == _all_of(paths[1])
-            else:
-                is_same = content(read_metadata(paths[0])) == content(read_metadata(paths[1]))
-            if name != "safetensors":  # which stock's own reader does not read
-                is_same &= not loaded_wrong(paths[0], state, deepcopy(state))
-            if not is_same:
+            # The first of three may write on one rank what another one wrote.
+            compared: Callable[[Path], Any] = _all_of if number % 3 else content
+            if compared(paths[0]) != compared(paths[1]):
                 facts["wrong"].append(f"{part}, {number}: {name}")
             if kinds is OPTIONS and number > 2:
-                facts["said with other options"].append(cached)
+                facts["said with other options"].append(said)
     return facts
 
 
@@ -402,48 +404,29 @@ def replicated_on_one_rank_less(out: Path) -> Facts:
             "fourth": {**failed, "plan": fourth.said},
             "committed": (out / name / "4" / ".metadata").exists(),
             "fifth": save(out / name / "5", state(5), cache),
-            "wrong": loaded_wrong(out / name / "5", make_state(5), make_state(0)),
         }
     return facts
 
 
-def joined(out: Path) -> Facts:
+def joined(out: Path) -> dict[str, int]:
     """A rank starts to hold what only the other one held."""
     cache = valid_cache(out)
-
-    def state(number: int) -> State:
-        return {**make_state(number), "own 0": torch.full((3,), float(number))}
-
-    said = save(out / "4", state(4), cache)
-    return {"plan": said, "wrong": loaded_wrong(out / "4", state(4), state(0))}
+    return save(out / "4", {**make_state(4), "own 0": torch.full((3,), 4.0)}, cache)
 
 
-def in_flight_over_a_change(out: Path) -> Facts:
+def in_flight_over_a_change(out: Path) -> list[dict[str, int]]:
     """The structure changes while saves are on their way, and again before they are finalised."""
     cache = valid_cache(out)
-
-    def grown(number: int) -> State:
-        return changed(make_state(number), "added", "another rank")
-
-    def grown_twice(number: int) -> State:
-        return changed(grown(number), "added", "the coordinator")
-
-    fourth = plan(out / "4", grown(4), cache)
-    fifth = plan(out / "5", grown(5), cache)
+    grown = [changed(make_state(number), "added", "another rank") for number in range(8)]
+    twice = [changed(dict(state), "added", "the coordinator") for state in grown]
+    fourth, fifth = (plan(out / f"{number}", grown[number], cache) for number in (4, 5))
     fourth.finish()
-    sixth = plan(out / "6", grown_twice(6), cache)
+    sixth = plan(out / "6", twice[6], cache)
     fifth.finish()
     sixth.finish()
-    seventh = save(out / "7", grown_twice(7), cache)
-    return {
-        "plan": [fourth.said, fifth.said, sixth.said, seventh],
-        "wrong": [
-            *loaded_wrong(out / "4", grown(4), grown(0)),
-            *loaded_wrong(out / "5", grown(5), grown(0)),
-            *loaded_wrong(out / "6", grown_twice(6), grown_twice(0)),
-            *loaded_wrong(out / "7", grown_twice(7), grown_twice(0)),
-        ],
-    }
+    for number, states in ((4, grown), (5, grown), (6, twice)):
+        require_loaded(out / f"{number}", states[number])
+    return [fourth.said, fifth.said, sixth.said, save(out / "7", twice[7], cache)]
 
 
 def resumed(out: Path) -> Facts:
@@ -486,22 +469,13 @@ def _resume(
         "plan": [first, second],
         "status": status,
         "untouched": loaded is None or (before is not None and vars(loaded) == vars(before)),
-        "wrong": loaded_wrong(out / "1", state(1), state(0))
-        + loaded_wrong(out / "2", state(2), state(0)),
     }
 
 
 def _resume_from_one_rank(out: Path) -> Facts:
     alone = dist.new_group([0])
     if dist.get_rank() == 0:
-        arguments = save_state_dict_async_plan(
-            {"shared": torch.ones(16)},
-            FileSystemWriterAsync(out / "alone"),
-            alone,
-            enable_cache=True,
-            metadata_cache=CheckpointMetadataCache(),
-        )
-        Planned(arguments, {}).finish()
+        save(out / "alone", {"shared": torch.ones(16)}, CheckpointMetadataCache(), group=alone)
     dist.barrier()
     loaded = CachedMetadataFileSystemReader(out / "alone").read_metadata()
     plans = local_plans_in(loaded)
@@ -556,13 +530,7 @@ def _fail_once(out: Path, cache: CheckpointMetadataCache | None, planner: Failin
     dist.barrier()
     left = [p.name for p in (out / "failed").iterdir()] if (out / "failed").exists() else []
     said = save(out / "next", make_state(9), cache, FailingPlanner(-1, ""))
-    return {
-        **failed,
-        "raised when": step,
-        "left": left,
-        "next": said,
-        "wrong": loaded_wrong(out / "next", make_state(9), make_state(0)),
-    }
+    return {**failed, "raised when": step, "left": left, "next": said}
 
 
 def other_planners(out: Path) -> Facts:
@@ -576,16 +544,11 @@ def other_planners(out: Path) -> Facts:
         ("torch's cache", StockCachingPlanner),
     ):
         cache = CheckpointMetadataCache()
-        facts[name] = {"plan": [], "wrong": []}
+        facts[name] = {"plan": []}
         for number in range(1, 7):
-
-            def state(seed: int, now: int = number) -> State:
-                made = make_state(seed)
-                return changed(made, "reshaped", "another rank") if now >= 5 else made
-
-            path = out / name / str(number)
-            facts[name]["plan"].append(save(path, state(number), cache, make()))
-            facts[name]["wrong"] += loaded_wrong(path, state(number), state(0))
+            state = make_state(number)
+            state = changed(state, "reshaped", "another rank") if number >= 5 else state
+            facts[name]["plan"].append(save(out / name / str(number), state, cache, make()))
         facts[name]["shared is in"] = _file_of("shared", out / name / "4")
     return facts
 
@@ -598,13 +561,14 @@ def _file_of(fqn: str, path: Path) -> str:
 def another_coordinator(out: Path) -> Facts:
     """Rank 1 coordinates: three cached saves, then a failure on rank 0."""
     cache = CheckpointMetadataCache()
-    facts: Facts = {"plan": [], "wrong": [], "metadata": []}
+    facts: Facts = {"plan": [], "metadata": []}
     for number in (1, 2, 3):
-        planned = plan(out / str(number), make_state(number), cache, coordinator=1)
+        state = make_state(number)
+        planned = plan(out / str(number), state, cache, coordinator=1)
         facts["metadata"].append(planned.arguments[1] is not None)
         facts["plan"].append(planned.said)
         planned.finish()
-        facts["wrong"] += loaded_wrong(out / str(number), make_state(number), make_state(0))
+        require_loaded(out / str(number), state)
     planner = FailingPlanner(0, "create_local_plan")
     facts["failure"] = failure(
         lambda: save(out / "failed", make_state(4), planner=planner, coordinator=1)
@@ -650,7 +614,7 @@ def verified(out: Path) -> Facts:
     return facts
 
 
-def two_ranks(out: Path) -> dict[str, Facts]:
+def two_ranks(out: Path) -> dict[str, Any]:
     """All scenarios for two ranks."""
     return {
         scenario.__name__: scenario(out / scenario.__name__)
@@ -689,34 +653,18 @@ def _save_in_group(out: Path, group: dist.ProcessGroup) -> Facts:
         return {"shared": torch.arange(9.0) * seed, f"own {rank}": torch.full((rank + 2,), seed)}
 
     cache = CheckpointMetadataCache()
-    facts: Facts = {"plan": [], "wrong": []}
+    facts: Facts = {}
     with AsyncCallsQueue(process_group=group) as queue:
-        for number in range(1, 5):
-            with collectives() as said:
-                schedule(queue, out / str(number), state(number), cache=cache, group=group)
-            facts["plan"].append(dict(said))
-            queue.wait()
-            facts["wrong"] += _loaded_wrong(out / str(number), state(number), state(0), group)
-        facts["files"] = sorted(path.name for path in (out / "4").iterdir())
+        schedule(queue, out / "queued", state(1), group=group)
+        queue.wait()
+        require_loaded(out / "queued", state(1), group)
         broken = {**state(5), "sabotage": torch.empty(2, device="meta")} if rank else state(5)
         facts["failure"] = failure(
             lambda: (schedule(queue, out / "failed", broken, group=group), queue.wait())
         )
+    facts["plan"] = [save(out / f"{n}", state(n), cache, group=group) for n in range(1, 5)]
+    facts["files"] = sorted(path.name for path in (out / "4").iterdir())
     resumed_cache = CheckpointMetadataCache()
     resumed_cache.set_cached_global_metadata(FileSystemReader(out / "4").read_metadata())
-    with collectives() as said:
-        arguments = save_state_dict_async_plan(
-            state(7),
-            FileSystemWriterAsync(out / "resumed"),
-            group,
-            enable_cache=True,
-            metadata_cache=resumed_cache,
-        )
-    facts["resumed plan"] = dict(said)
-    Planned(arguments, {}).finish()
-    facts["wrong"] += _loaded_wrong(out / "resumed", state(7), state(0), group)
+    facts["resumed plan"] = save(out / "resumed", state(7), resumed_cache, group=group)
     return facts
-
-
-def _loaded_wrong(path: Path, expected: State, template: State, group: Any) -> list[str]:
-    return loaded_wrong(path, expected, template, process_group=group)

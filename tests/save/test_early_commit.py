@@ -155,13 +155,14 @@ def test_kills_between_durable_and_published_leave_the_old_checkpoint_or_the_new
 ) -> None:
     """The coordinator's processes are killed. The next job saves there as usual."""
     old, new = float(WARM), float(WARM + 1)
-    expected = {
+    expected: dict[tuple[str, ...], float | None] = {
         ("over", "publish", "trainer"): old,
         ("over", "commit", "trainer", "writer"): old,
         ("new", "commit", "trainer"): None,
         ("new", "publish", "writer"): new,
     }
-    found, places = {}, []
+    found: dict[tuple[str, ...], float | None] = {}
+    places = []
     for number, case in enumerate(expected):
         run_ranks(2, "early:killed_between", tmp_path / f"{number}", *case, check=False)
         found[case] = committed_in(tmp_path / f"{number}" / case[0])
