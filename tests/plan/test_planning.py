@@ -70,7 +70,7 @@ def test_planning_says_nothing_once_the_cache_is_valid(found: list[Found]) -> No
 def test_a_changed_structure_is_saved_as_it_is(kind: str, found: list[Found]) -> None:
     """With a valid cache, a key that changes on all ranks or on one is saved as it is now.
 
-    It is added, removed, reshaped, retyped or made an object. The metadata is that of an uncached
+    It is added, removed, reshaped or made an object. The metadata is that of an uncached
     save; the next save is planned anew.
     """
     for facts in found:

@@ -114,6 +114,20 @@ class Job:
         assert save_fn is None or isinstance(save_fn, SplitSave)
         return save_fn
 
+    @contextmanager
+    def held(
+        self, point: str, *, here: bool = True, to: str = ""
+    ) -> Iterator[tuple[EarlyCommit, Callable[[], None]]]:
+        """The next save, which stops at a point of this rank, if ``here``, until it is released."""
+        with Hold(point) as hold:
+            with inject(hold.fault) if here else nullcontext():
+                self.save(to=to)
+            if here:
+                hold.wait_reached()
+            early = self.queue._caller._calls[-1].early
+            assert early is not None
+            yield early, hold.release if here else lambda: None
+
     def poll(self) -> int:
         """Until all is finalised; the number of polls."""
         polls = 0
@@ -297,20 +311,14 @@ def given_up_before(out: Path, who: str) -> dict[str, Any]:
     It is rank 1 (``other``), or the coordinator, which has nothing to write (``empty``).
     """
     job, gives_up = (Job(out), 1) if who == "other" else (Empty(out), 0)
-    with Hold("chunk") as hold:
-        with nullcontext() if dist.get_rank() == gives_up else inject(hold.fault):
-            job.save()
-        early = job.queue._caller._calls[-1].early
-        assert early is not None
-        if dist.get_rank() == gives_up:
+    is_giving_up = dist.get_rank() == gives_up
+    with job.held("chunk", here=not is_giving_up) as (early, release):
+        if is_giving_up:
             wait_until(lambda: early._is_offered)
             job.queue.close(abort=True)
-            barrier("given up")
-        else:
-            hold.wait_reached()
-            barrier("given up")
-            hold.release()
-            wait_until(lambda: early._over is not None and early._over.done())
+        barrier("given up")
+        release()
+        wait_until(lambda: is_giving_up or (early._over is not None and early._over.done()))
         barrier("over")
         is_there = nostall.is_complete(out / f"{WARM}")
         job.queue.close(abort=True)
@@ -326,17 +334,13 @@ def given_up_too_late(out: Path, who: str) -> dict[str, Any]:
     """Rank 1, or all ranks, give the save up while rank 0 commits it, which storage holds up."""
     job, is_first = Job(out), dist.get_rank() == 0
     soon = patch("nostall._save.early_commit.CANCEL_TIMEOUT_S", 0.2)
-    with Hold("publish") as hold, inject(hold.fault) if is_first else nullcontext(), soon:
-        early = early_of(job.save())
-        if is_first:
-            hold.wait_reached()
+    with job.held("publish", here=is_first) as (early, release), soon:
         barrier("committing")
         if who == "all" or not is_first:
             job.queue.close(abort=True)
         barrier("given up")
-        if is_first:
-            hold.release()
-            wait_until(lambda: not early.is_committing)
+        release()
+        wait_until(lambda: not is_first or not early.is_committing)
     barrier("over")
     job.queue.close(abort=True)
     return {"whole": job.is_whole(WARM), "files": len(job.files(WARM))}
@@ -429,17 +433,12 @@ def one_rank_is_slow(out: Path) -> dict[str, Any]:
     with (
         store_operations() as stored,
         collectives() as seen,
-        Hold("chunk") as hold,
-        inject(hold.fault) if is_slow else nullcontext(),
+        job.held("chunk", here=is_slow) as (_, release),
     ):
-        job.save()
-        if is_slow:
-            hold.wait_reached()
         finalised = [job.queue.poll() for _ in range(5)]
         is_early = nostall.is_complete(out / f"{WARM}")
         barrier("polled")
-        if is_slow:
-            hold.release()
+        release()
         wait_until(lambda: nostall.is_complete(out / f"{WARM}"))
         polls = job.poll()
     del stored["check"]  # looks, of which the number depends on the time
@@ -456,15 +455,13 @@ def one_rank_is_slow(out: Path) -> dict[str, Any]:
 def one_rank_is_dead(out: Path) -> dict[str, Any]:
     """The last rank ends, with its writer, before it has written; the others poll."""
     job, error = Job(out), ""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
     with (
         store_operations() as stored,
         collectives() as seen,
-        Hold("chunk") as hold,
-        inject(hold.fault) if dist.get_rank() == dist.get_world_size() - 1 else nullcontext(),
+        job.held("chunk", here=is_last),
     ):
-        job.save()
-        if dist.get_rank() == dist.get_world_size() - 1:
-            hold.wait_reached()
+        if is_last:
             for child in psutil.Process().children():
                 child.kill()
             os._exit(0)  # with another status torchrun would end the others
@@ -502,16 +499,13 @@ def killed_between(out: Path, place: str, point: str, *victims: str) -> None:
         job.save(to=place)
         barrier("killed")
         return
-    with Hold(point) as hold:
-        with inject(hold.fault):
-            job.save(to=place)
-            hold.wait_reached()
+    with job.held(point, to=place) as (_, release):
         if "writer" in victims:
             for process in psutil.Process().children():
                 process.kill()
         if "trainer" in victims:
             os.kill(os.getpid(), signal.SIGKILL)
-        hold.release()
+        release()
         wait_until(lambda: nostall.is_complete(out / place))
     barrier("killed")
 
@@ -594,12 +588,9 @@ def two_to_one_directory(out: Path) -> list[list[float]]:
     """The later save wins, though rank 1 has written both before anybody polls."""
     job, found = Job(out), []
     for number in range(6):
-        with Hold("chunk") as hold:
-            with inject(hold.fault) if dist.get_rank() == 1 else nullcontext():
-                job.save(to=f"twice {number}")
+        with job.held("chunk", here=_rank() == 1, to=f"twice {number}") as (_, release):
             last = job.save(to=f"twice {number}")
-            if dist.get_rank() == 1:
-                hold.release()
+            release()
             assert last is not None
             wait_until(last._report.done)
             barrier(f"written {number}")
@@ -689,29 +680,25 @@ def after_a_refused_commit(out: Path) -> dict[str, Any]:
         with nullcontext() if is_first else inject(hold.fault):
             job.save()
         # On rank 0 all wait for the second then; on rank 1 it is finalised.
-        threading.Thread(target=_release_when_stopped, args=(hold, second)).start()
+        threading.Thread(target=_release_when_stopped, args=(hold.release, second)).start()
         job.queue.wait()
     return {"failures": job.queue.failures, "whole": [job.is_whole(WARM + n) for n in range(3)]}
 
 
-def _release_when_stopped(hold: Hold, early: EarlyCommit) -> None:
+def _release_when_stopped(release: Callable[[], None], early: EarlyCommit) -> None:
     early._stopped.wait(60)
-    hold.release()
+    release()
 
 
 def one_waits_and_the_other_polls(out: Path) -> dict[str, Any]:
     """While rank 0 commits: as where one rank is about to end."""
     job = Job(out)
-    with Hold("publish") as hold, inject(hold.fault) if dist.get_rank() == 0 else nullcontext():
-        early = early_of(job.save())
-        if dist.get_rank() == 0:
-            hold.wait_reached()
-            threading.Thread(target=_release_when_stopped, args=(hold, early)).start()
+    is_first = dist.get_rank() == 0
+    with job.held("publish", here=is_first) as (early, release):
+        if is_first:
+            threading.Thread(target=_release_when_stopped, args=(release, early)).start()
         barrier("committing")
-        if dist.get_rank() == 0:
-            job.queue.wait()
-        else:
-            job.poll()
+        job.queue.wait() if is_first else job.poll()
     return {"whole": job.is_whole(WARM)}
 
 
@@ -771,13 +758,10 @@ def too_late_for_its_process_group(out: Path) -> dict[str, Any]:
     dist.destroy_process_group()
     _initialise(out / "store 0")
     job, error = Job(out), ""
-    with Hold("chunk") as hold:
-        with inject(hold.fault):
-            job.save()
-            hold.wait_reached()
+    with job.held("chunk") as (_, release):
         barrier("held")
         dist.destroy_process_group()
-        hold.release()
+        release()
     try:
         job.queue.wait()
     except RankLostError as raised:
@@ -801,15 +785,12 @@ def signalled_before_the_end(out: Path, how: str) -> dict[str, Any]:
     signal.signal(signal.SIGTERM, lambda *_: None)
     job, is_first = Job(out), dist.get_rank() == 0
     nostall.drain_on_sigterm(60.0)
-    with Hold("chunk") as hold:
-        with inject(hold.fault):
-            job.save()
-        hold.wait_reached()
+    with job.held("chunk") as (_, release):
         if not is_first:
             os.kill(os.getpid(), signal.SIGTERM)
         barrier("signalled")
         job.queue.poll()
-        hold.release()
+        release()
     if how == "one polls" and is_first:
         job.poll()
     elif how == "close":
@@ -824,18 +805,14 @@ def signalled_before_the_end(out: Path, how: str) -> dict[str, Any]:
 def late_on_one_rank(out: Path) -> dict[str, Any]:
     """Its deadline passes while the report is on the way: the report counts, on all ranks."""
     job, is_first, cancel = Job(out), dist.get_rank() == 0, Engine.cancel
-    with Hold("chunk") as hold:
-        with nullcontext() if is_first else inject(hold.fault):
-            save = job.save()
-        early = early_of(save)
+    with job.held("chunk", here=not is_first) as (early, release):
 
         def crossing(engine: Engine, of_job: str, report: Future[Any]) -> None:
-            hold.release()
+            release()
             assert is_done(report, 60.0)
             cancel(engine, of_job, report)
 
         if not is_first:
-            hold.wait_reached()
             with patch.object(Engine, "cancel", crossing):
                 fail_late(job.queue._caller._calls[0], 0.01)
         wait_until(lambda: early._over is not None and early._over.done())
@@ -847,10 +824,7 @@ def late_on_one_rank(out: Path) -> dict[str, Any]:
 def forked(out: Path) -> int:
     """A child that is forked between two polls ends at once; its exit status."""
     job = Job(out)
-    with Hold("chunk") as hold:
-        with inject(hold.fault):
-            job.save()
-        hold.wait_reached()
+    with job.held("chunk") as (_, release):
         job.queue.poll()
         barrier("asked")
         child = os.fork()
@@ -859,7 +833,7 @@ def forked(out: Path) -> int:
             await_answers(timeout_s=60.0)
             os._exit(0 if not scheduled.unanswered else 1)
         _, status = os.waitpid(child, 0)
-        hold.release()
+        release()
     job.queue.wait()
     return os.waitstatus_to_exitcode(status)
 
