@@ -469,9 +469,6 @@ def test_in_an_object_store(s3: S3Server) -> None:
 
 
 def test_ranks_write_what_stocks_writer_does(tmp_path: Path) -> None:
-    """Two ranks with parts of tensors, in each way; read by stock's reader with other parts.
-
-    An object on one rank is an error on both, and no file is written.
-    """
+    """Two ranks with parts of tensors, in each way; read by stock's reader with other parts."""
     for wrong in run_ranks(2, "safetensors_files:everything", tmp_path):
         assert wrong == []
