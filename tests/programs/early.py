@@ -383,10 +383,11 @@ def failed(out: Path, point: str, how: str) -> dict[str, Any]:
             error = str(raised)
     barrier("over")
     files = job.files(number)
-    for _ in range(2):
-        with collectives() as seen:
-            job.save()
-        job.queue.wait()
+    job.save()
+    job.queue.wait()
+    with collectives() as seen:
+        job.save()
+    job.queue.wait()
     whole = [job.is_whole(each) for each in range(job.next)]
     return {"error": error, "files": files, "planned with": dict(seen), "whole": whole}
 

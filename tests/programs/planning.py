@@ -355,8 +355,9 @@ def matrix(out: Path) -> Facts:
     vouch_for(VouchedPlanner)
     pick, cache = random.Random(7), CheckpointMetadataCache()
     facts: Facts = {"wrong": [], "said with other options": []}
-    for part, kinds in enumerate((CHANGED, OPTIONS, CHANGED, OPTIONS)):
-        order = [name for name in pick.sample(list(kinds), len(kinds)) for _ in range(3)]
+    for part in range(4):
+        kinds = [*(OPTIONS if part % 2 else CHANGED)]
+        order = [name for name in pick.sample(kinds, len(kinds)) for _ in range(3)]
         for number, name in enumerate(order):
             change, planner = CHANGED.get(name, (_only, DefaultSavePlanner))
             ranks, options = OPTIONS.get(name, ((), {}))
@@ -373,7 +374,7 @@ def matrix(out: Path) -> Facts:
             compared: Callable[[Path], Any] = _all_of if number % 3 else content
             if compared(paths[0]) != compared(paths[1]):
                 facts["wrong"].append(f"{part}, {number}: {name}")
-            if kinds is OPTIONS and number > 2:
+            if name in OPTIONS and number > 2:
                 facts["said with other options"].append(said)
     return facts
 

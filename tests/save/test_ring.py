@@ -42,7 +42,7 @@ def by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ..
 
 @pytest.mark.parametrize("limit", [{"io_threads": 4}, {"max_staging_bytes": 6 * MIB}], ids=str)
 def test_a_synchronous_save_needs_memory_for_a_few_chunks_only(
-    tmp_path: Path, limit: dict[str, int]
+    tmp_path: Path, limit: dict[str, Any]
 ) -> None:
     """By its number of threads or a limit on memory; every byte is written as by stock."""
     nostall.configure(EngineOptions(chunk_nbytes=MIB, **limit))
