@@ -69,13 +69,9 @@ class Job:
         out: Path,
         group: dist.ProcessGroup | None = None,
         planner: Callable[[], DefaultSavePlanner] = DefaultSavePlanner,
-        committing: Callable[[Any], Callable[[], None]] = lambda planned: partial(
-            save_state_dict_async_finalize, *planned
-        ),
     ) -> None:
         self.out = out
         self.planner = planner
-        self.committing = committing
         self.group = group
         self.queue = AsyncCallsQueue()
         self.cache = CheckpointMetadataCache()
@@ -108,7 +104,7 @@ class Job:
             return None
         save_fn, preload_fn, args = writer.get_save_function_and_args()
         finalize: list[Callable[[], None]] = [*before]
-        finalize += [self.committing(planned), *after]
+        finalize += [partial(save_state_dict_async_finalize, *planned), *after]
         request = AsyncRequest(save_fn, args, finalize, {}, preload_fn)
         (queue or self.queue).schedule_async_request(request)
         assert save_fn is None or isinstance(save_fn, SplitSave)
@@ -241,18 +237,6 @@ def vouched_planner(out: Path) -> dict[str, Any]:
     return found
 
 
-def closure(out: Path) -> dict[str, Any]:
-    """With a finalize function as Megatron's: all it has is the commit and the planned save."""
-
-    def committing(planned: Any, commit: Any = save_state_dict_async_finalize) -> Any:
-        def finalize() -> None:
-            commit(*planned)
-
-        return finalize
-
-    return steady(out, committing=committing)
-
-
 def steady(out: Path, **how: Any) -> dict[str, Any]:
     """Committed though nobody polls; then what is left for the training thread."""
     job = Job(out, **how)
@@ -346,25 +330,12 @@ def given_up_too_late(out: Path, who: str) -> dict[str, Any]:
     return {"whole": job.is_whole(WARM), "files": len(job.files(WARM))}
 
 
-def with_a_function_before(out: Path, how: str) -> dict[str, Any]:
+def with_a_function_before(out: Path) -> dict[str, Any]:
     """Something of the user's is part of the checkpoint."""
     job = Job(out)
     said: list[bool] = []
     path = out / f"{job.next}"
-
-    def before() -> None:
-        said.append(nostall.is_complete(path))
-
-    def both(planned: Any) -> Callable[[], None]:
-        def finalize() -> None:
-            before()
-            save_state_dict_async_finalize(*planned)
-
-        return finalize
-
-    if how == "together":
-        job.committing = both
-    job.save(*[before] if how == "apart" else [])
+    job.save(lambda: said.append(nostall.is_complete(path)))
     wait_until(lambda: not job.queue._caller._calls or is_done(job.queue._caller._calls[0].outcome))
     job.poll()
     return {"complete before": said, "whole": job.is_whole(WARM)}

@@ -21,7 +21,7 @@ from support.waiting import wait_until
 
 
 @on_ranks(
-    *(f"early:{how}" for how in ("steady", "own_planner", "vouched_planner", "closure")),
+    *(f"early:{how}" for how in ("steady", "own_planner", "vouched_planner")),
     ranks=(2, 4),
 )
 def test_a_save_is_committed_though_nobody_polls(found: list[Any]) -> None:
@@ -76,7 +76,7 @@ def test_saves_of_other_structures_are_committed_together(found: list[Any]) -> N
         assert set(each["changed"]["store"]) <= {"set", "check"}
 
 
-@on_ranks("early:with_a_function_before apart", "early:with_a_function_before together")
+@on_ranks("early:with_a_function_before")
 def test_finalize_functions_before_the_commit_run_before_it(found: list[Any]) -> None:
     """They may write what belongs to the checkpoint."""
     assert found == [{"complete before": [False], "whole": True}] * 2
