@@ -114,12 +114,6 @@ def test_values_of_two_saves_do_not_become_one_checkpoint(found: list[Any]) -> N
         assert each["values"] == [WARM + 2] * 2
 
 
-@on_ranks("early:given_up_by_all")
-def test_saves_that_all_ranks_give_up_cost_no_other(found: list[Any]) -> None:
-    """Though each does at a time of its own."""
-    assert found == [{"values": [WARM + 2] * 2}] * 2
-
-
 def test_ranks_count_anew_before_they_count_too_many_directories() -> None:
     """They agree on it, so it is not a question of one rank's time; numbers stay different."""
     cache = CheckpointMetadataCache()
@@ -130,13 +124,6 @@ def test_ranks_count_anew_before_they_count_too_many_directories() -> None:
     assert [here and here.number for _, here in counted] == [1, 1, 2, 1, 3]
     cache.begin_series(6)
     assert cache.count("a") == Counted(SaveId(6, 1), SaveId(6, 1))
-
-
-@on_ranks("early:without_a_store")
-def test_without_the_store_saves_are_committed_together(found: list[Any]) -> None:
-    """It is gone for one of the ranks."""
-    for each in found:
-        assert each["whole"] == [True] * (WARM + 2)
 
 
 def committed_in(path: Path) -> float | None:
@@ -203,13 +190,18 @@ def test_another_groups_commit_is_not_taken_for_the_own(found: list[Any]) -> Non
 
 
 @on_ranks(
+    "early:without_a_store",
+    "early:given_up_by_all",
     "early:given_up_in_another_queue",
     "early:beside_a_leftover",
     "early:one_waits_and_the_other_polls",
     "early:late_on_one_rank",
 )
 def test_a_save_is_whole_whatever_one_rank_does(found: list[Any]) -> None:
-    """It gives up what others have finalised, finds its name taken, waits, or is late."""
+    """It has no store, gives up before others or what they finalised, waits, or is late.
+
+    Or it finds its name taken, for which polls do not wait.
+    """
     assert found == [{"whole": True}] * 2
 
 
