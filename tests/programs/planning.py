@@ -138,7 +138,7 @@ def changed(state: State, kind: str, where: str) -> State:
 
 
 def _blank(value: Any) -> Any:
-    """The same structure, with no object of it; tensors are filled when they are loaded."""
+    """Its structure without its objects; tensors are filled when they are loaded."""
     if isinstance(value, dict):
         return {key: _blank(each) for key, each in value.items()}
     if isinstance(value, list):
