@@ -259,10 +259,6 @@ def test_a_structure_saved_before_is_looked_at_for_memory(tmp_path: Path, size: 
 NO_DATA: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     "meta": (lambda: torch.ones(5, device="meta"), "meta device"),
     "meta, subclass": (lambda: torch.ones(5, device="meta").as_subclass(Named), "meta device"),
-    "jagged": (
-        lambda: torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-        "jagged",
-    ),
     "functional": (
         lambda: torch._to_functional_tensor(torch.ones(LARGE)),
         "invalid python storage",
@@ -278,6 +274,14 @@ def test_a_tensor_that_stands_for_another_is_refused(tmp_path: Path, kind: str) 
         with pytest.raises((CheckpointException, StagingError), match=f"'item'.*{reason}"):
             save(tmp_path / way, {"item": make()})
         assert not (tmp_path / way / ".metadata").exists()
+
+
+def test_a_jagged_tensor_is_refused(tmp_path: Path) -> None:
+    """Its lengths are not numbers: no reader would understand the metadata."""
+    ragged = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(CheckpointException, match=r"'ragged' cannot be staged.*jagged"):
+        WAYS["split"](tmp_path / "saved", {"good": torch.ones(3), "ragged": ragged})
+    assert not (tmp_path / "saved" / ".metadata").exists()
 
 
 class Unpicklable:
