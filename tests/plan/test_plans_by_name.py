@@ -60,7 +60,7 @@ def test_structures_may_take_turns(found: list[Any]) -> None:
 
 @on_ranks("plans_by_name:failing")
 def test_a_failure_is_raised_on_all_ranks_and_spoils_no_later_save(found: list[Any]) -> None:
-    """All ranks' files of a failed save are removed, though some only refer to their results."""
+    """If it cannot be published, all ranks' files are removed, though only referred to."""
     assert found == [{"errors": [True] * 4, "left": [], "right": [True] * 6}] * 2
 
 

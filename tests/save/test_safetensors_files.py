@@ -196,10 +196,11 @@ def test_every_dtype_of_the_format(tmp_path: Path) -> None:
     """Any bits of it, among them NaN, in the package's order of dtypes and names."""
     torch.manual_seed(1)
     values = torch.randint(0, 256, (64,), dtype=torch.uint8)
-    read = {f"{a} {each}": values.view(each).reshape(2, -1) for a in "ba" for each in FROM_BYTES}
+    names = {f"{a} {each}": each for a in "ba" for each in FROM_BYTES}
+    read = {name: values.clone().view(each).reshape(2, -1) for name, each in names.items()}
     read |= {f"one {each}": values.view(each)[0].clone() for each in FROM_BYTES}
     read |= {"bool": values > 128, "one bool": values[0] > 128}
-    written = {**read, **{str(each): values.view(each) for each in ONLY_WRITTEN}}
+    written = {**read, **{str(each): values.clone().view(each) for each in ONLY_WRITTEN}}
     for name, state in (("read", read), ("written", written)):
         save(tmp_path / name, state)
         content = only_file(tmp_path / name)
@@ -330,8 +331,8 @@ SPREAD: dict[str, tuple[Callable[[], State], Callable[..., None], State, State, 
     "files": (state_of, save, {"thread_count": 3}, {}, 3),
     "one per item": (state_of, _split, {"single_file_per_rank": False}, {}, 10),
     "separation": (state_of, _split, {"thread_count": 2, "separation_hint": "nested"}, {}, 2),
-    "waves": (_layers, _split, {}, {"max_staging_bytes": 1 << 20}, 4),
-    "waves, async": (_layers, _async, {}, {"max_staging_bytes": 1 << 20}, 4),
+    "waves": (_layers, _split, {}, {"max_staging_bytes": 1 << 20}, 8),
+    "waves, async": (_layers, _async, {}, {"max_staging_bytes": 1 << 20}, 8),
     "a header longer than a chunk": (_long_header, save, {}, PAGES, 1),
     "parts of one name": (_matrices, save, {"planner": InHalves()}, {}, 2),
 }
