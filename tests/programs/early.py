@@ -118,8 +118,8 @@ class Job:
         with Hold(point) as hold:
             with inject(hold.fault) if here else nullcontext():
                 self.save(to=to)
-            if here:
-                hold.wait_reached()
+                if here:
+                    hold.wait_reached()
             early = self.queue._caller._calls[-1].early
             assert early is not None
             yield early, hold.release if here else lambda: None
@@ -151,10 +151,10 @@ class Job:
 
 
 @contextmanager
-def store_operations() -> Iterator[Callable[[], Counter[str]]]:
-    """Calls of the process group's store since the block began, by name, but looks.
+def store_operations() -> Iterator[Counter[str]]:
+    """Calls of the process group's store in the block, by name, known when it has ended.
 
-    The number of those depends on the time.
+    But for looks, the number of which depends on the time.
     """
     real, store = _real_store(), _torch.default_store()
     counting = store if isinstance(store, Mock) else Mock(wraps=store)
@@ -165,7 +165,9 @@ def store_operations() -> Iterator[Callable[[], Counter[str]]]:
     # Also after the block: records belong to the store in which they were made.
     _torch.default_store = of_this_group
     counting.reset_mock()
-    yield lambda: Counter(name for name, *_ in counting.method_calls if name != "check")
+    seen: Counter[str] = Counter()
+    yield seen
+    seen.update(name for name, *_ in counting.method_calls if name != "check")
 
 
 _met: weakref.WeakKeyDictionary[dist.Store, Counter[str]] = weakref.WeakKeyDictionary()
@@ -232,7 +234,7 @@ def steady(out: Path, **how: Any) -> dict[str, Any]:
         barrier("committed")
         committed_with = dict(seen)
         polls = job.poll()
-    at_once = dict(stored())
+    at_once = dict(stored)
     with store_operations() as later:
         for _ in range(3):
             job.save()
@@ -242,7 +244,7 @@ def steady(out: Path, **how: Any) -> dict[str, Any]:
         "polls": polls,
         "collectives": dict(seen),
         "store": at_once,
-        "removed later": later()["delete_key"],
+        "removed later": later["delete_key"],
         "whole": [job.is_whole(each) for each in range(job.next)],
     }
 
@@ -254,7 +256,7 @@ def planned_first(out: Path) -> dict[str, Any]:
     with store_operations() as stored, collectives() as seen, changed:
         job.save()
         job.queue.wait()
-    said = {"collectives": dict(seen), "store": dict(stored())}
+    said = {"collectives": dict(seen), "store": dict(stored)}
     job.save()
     job.queue.wait()
     return {"changed": said, "whole": [job.is_whole(each) for each in range(job.next)]}
@@ -277,6 +279,10 @@ def given_up_before(out: Path, who: str) -> dict[str, Any]:
     It is rank 1 (``other``), or the coordinator, which has nothing to write (``empty``).
     """
     job, gives_up = (Job(out), 1) if who == "other" else (Empty(out), 0)
+    job.save()
+    wait_until(lambda: nostall.is_complete(out / f"{WARM}"))
+    barrier("committed")
+    job.poll()
     is_giving_up = dist.get_rank() == gives_up
     with job.held("chunk", here=not is_giving_up) as (early, release):
         if is_giving_up:
@@ -286,14 +292,13 @@ def given_up_before(out: Path, who: str) -> dict[str, Any]:
         release()
         wait_until(lambda: is_giving_up or (early._over is not None and early._over.done()))
         barrier("over")
-        is_there = nostall.is_complete(out / f"{WARM}")
+        is_there = nostall.is_complete(out / f"{WARM + 1}")
         job.queue.close(abort=True)
     barrier("both")
-    files = job.files(WARM)
+    files = job.files(WARM + 1)
     job.save()
-    wait_until(lambda: nostall.is_complete(out / f"{WARM + 1}"))
     job.poll()
-    return {"complete": is_there, "files": files, "whole": job.is_whole(WARM + 1)}
+    return {"complete": is_there, "files": files, "whole": job.is_whole(WARM + 2)}
 
 
 def given_up_too_late(out: Path, who: str) -> dict[str, Any]:
@@ -342,7 +347,8 @@ def failed(out: Path, point: str, how: str) -> dict[str, Any]:
         job.save()
     job.queue.wait()
     whole = [job.is_whole(each) for each in range(job.next)]
-    return {"error": error, "files": files, "planned with": dict(seen), "whole": whole}
+    said = dict(seen) if point == "chunk" else {}  # what is refused is planned by all ranks again
+    return {"error": error, "files": files, "planned with": said, "whole": whole}
 
 
 def given_up_alone(out: Path, how: str) -> dict[str, Any]:
@@ -400,7 +406,7 @@ def one_rank_is_slow(out: Path) -> dict[str, Any]:
         "early": is_early,
         "collectives": dict(seen),
         "polls": 5 + polls,
-        "store": dict(stored()),
+        "store": dict(stored),
         "whole": job.is_whole(WARM),
     }
 
@@ -426,7 +432,7 @@ def one_rank_is_dead(out: Path) -> dict[str, Any]:
     return {
         "error": error,
         "collectives": dict(seen),
-        "store": dict(stored()),
+        "store": dict(stored),
         "whole": [job.is_whole(number) for number in range(WARM + 1)],
     }
 
