@@ -146,16 +146,20 @@ def test_payloads_and_seals_lie_where_their_containers_have_room(
             assert table.templates[template] == (head, slot.payload_nbytes, seal)
 
 
-@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS)
+@given(shapes=ITEMS, naming=NAMINGS, packing=PACKINGS, another=PACKINGS)
 def test_what_was_laid_out_for_one_checkpoint_serves_the_next_one(
-    shapes: list[ItemShape], naming: FileNaming, packing: Packing
+    shapes: list[ItemShape], naming: FileNaming, packing: Packing, another: Packing
 ) -> None:
-    """Saves that replace each other have file names of their own, and are laid out once."""
+    """Saves that replace each other have file names of their own, and are laid out once.
+
+    Those with other options are laid out anew.
+    """
     engine = Engine()
     other = replace(naming, suffix="-deadbeef")
     one, two = (engine.lay_out(shapes, each, packing) for each in (naming, other))
     assert two.key is one.key
     assert (one, two) == tuple(lay_out(shapes, each, packing) for each in (naming, other))
+    assert engine.lay_out(shapes, naming, another) == lay_out(shapes, naming, another)
 
 
 @given(shapes=ITEMS.filter(bool), packing=PACKINGS, other=PACKINGS, data=st.data())

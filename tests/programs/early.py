@@ -290,7 +290,7 @@ def given_up_before(out: Path, who: str) -> dict[str, Any]:
             job.queue.close(abort=True)
         barrier("given up")
         release()
-        wait_until(lambda: is_giving_up or (early._over is not None and early._over.done()))
+        wait_until(lambda: early._over is not None and early._over.done())
         barrier("over")
         is_there = nostall.is_complete(out / f"{WARM + 1}")
         job.queue.close(abort=True)

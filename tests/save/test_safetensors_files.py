@@ -288,24 +288,29 @@ def test_options_that_change_the_bytes_are_refused(tmp_path: Path, option: str) 
 
 
 def test_lazy_values_are_written_as_they_are(tmp_path: Path) -> None:
-    """Conjugated, and negated in place of the values in memory; odd strides; shared memory."""
-    complex_ones, negated = torch.randn(4, dtype=torch.complex64).conj(), torch.randn(1 << 20)
-    state = {
-        "conj": complex_ones,
-        "neg": complex_ones.imag,
-        "large neg": torch._neg_view(negated),
-        "one": torch.randn(7)[::7].unsqueeze(0),
-        "expanded": torch.ones(1).expand(5),
-    }
-    state["tied"] = state["one"]
-    cache = CheckpointMetadataCache()
-    for step in range(4):
-        _split(tmp_path / str(step), state, cache=cache)
-        found = {name: torch.zeros(each.shape, dtype=each.dtype) for name, each in state.items()}
-        nostall.load(found, tmp_path / str(step))
-        assert all(torch.equal(found[name], each) for name, each in state.items())
-        complex_ones.add_(1)
-        negated.add_(1)
+    """Conjugated, and negated in place of the values in memory; odd strides; shared memory.
+
+    No structure of those is known, in which memory would be copied as it is.
+    """
+    complex_ones, one = torch.randn(4, dtype=torch.complex64).conj(), torch.randn(7)[::7]
+    negated = torch.randn(1 << 20)
+    states: tuple[dict[str, torch.Tensor], ...] = (
+        {"conj": complex_ones, "neg": complex_ones.imag, "expanded": torch.ones(1).expand(5)},
+        {"negated": torch._neg_view(negated)},
+        {"one": one.unsqueeze(0), "tied": one.unsqueeze(0)},
+    )
+    for number, state in enumerate(states):
+        cache = CheckpointMetadataCache()
+        for step in range(4):
+            path = tmp_path / f"{number} {step}"
+            _split(path, state, cache=cache)
+            found = {
+                name: torch.zeros(each.shape, dtype=each.dtype) for name, each in state.items()
+            }
+            nostall.load(found, path)
+            assert all(torch.equal(found[name], each) for name, each in state.items())
+            for each in (complex_ones, negated, one):
+                each.add_(1)
 
 
 def _long_header() -> State:
