@@ -82,7 +82,7 @@ def test_a_planners_own_values_do_not_lie_where_tensors_were_staged(
     tmp_path: Path, planner: type[DefaultSavePlanner]
 ) -> None:
     """Neither values of other lengths nor a view with gaps, which begins at its tensor's place."""
-    state = {f"w{n}": torch.arange(64.0).reshape(8, 8) + n for n in range(6)}
+    state = {f"w{n}": torch.arange(6400.0).reshape(80, 80) + n for n in range(6)}
     dcp.save(state, checkpoint_id=tmp_path / "stock", planner=planner(), no_dist=True)
     for number in range(3):
         writer = FileSystemWriterAsync(tmp_path / f"{number}")
