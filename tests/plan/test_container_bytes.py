@@ -244,6 +244,11 @@ def test_saves_after_others_are_as_if_alone(tmp_path: Path) -> None:
 # --- torch's settings -----------------------------------------------------------------------------
 
 
+def aligned(nbytes: int) -> Any:
+    """A block in which torch aligns payloads so."""
+    return config.patch("save.storage_alignment", nbytes)  # type: ignore[attr-defined]  # torch makes it
+
+
 def test_switching_checksums_between_saves_takes_effect(tmp_path: Path) -> None:
     """No save uses container bytes that were cached under the other ``set_crc32_options``."""
     state = small_state()
@@ -262,7 +267,7 @@ def test_switching_checksums_between_saves_takes_effect(tmp_path: Path) -> None:
 @pytest.mark.parametrize("alignment", [512, 4096])
 def test_storage_alignment_setting_takes_effect(tmp_path: Path, alignment: int) -> None:
     """Payloads are aligned as torch is configured, and as stock then aligns them."""
-    with config.patch("save.storage_alignment", alignment):
+    with aligned(alignment):
         assert_same_files(tmp_path, small_state())
     with zipfile.ZipFile(io.BytesIO(_blob(tmp_path / "ours", "weight"))) as archive:
         assert archive.read("archive/.storage_alignment") == str(alignment).encode()
@@ -350,7 +355,7 @@ def test_a_container_may_end_several_chunks_behind_its_payload(tmp_path: Path) -
     try:
         # Putting the sums of two thousand pieces together takes longer than writing what lies
         # behind them.
-        with config.patch("save.storage_alignment", 1 << 16):
+        with aligned(1 << 16):
             assert_same_files(tmp_path, {"t": filled(torch.uint8, (8 << 20,))})
     finally:
         sys.setswitchinterval(interval)
@@ -359,7 +364,7 @@ def test_a_container_may_end_several_chunks_behind_its_payload(tmp_path: Path) -
 def test_records_further_apart_than_an_archive_can_say_are_refused(tmp_path: Path) -> None:
     """torch itself cannot read what it writes with an alignment beyond 64 KiB."""
     with (
-        config.patch("save.storage_alignment", 1 << 20),
+        aligned(1 << 20),
         pytest.raises(dcp.api.CheckpointException, match="storage_alignment"),
     ):
         save_ours(tmp_path, {"t": filled(torch.uint8, (100,))})
