@@ -12,10 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.planner import SavePlan
 
 import nostall
 from nostall._save import commit
 from nostall._save.by_name.plans import GroupPlans
+from nostall.errors import SaveError
 from programs.plans_by_name import plannings
 from support.ranks import on_ranks
 from support.states import blobs, read_metadata, small_state
@@ -215,6 +217,31 @@ def test_a_subclass_plans_every_save(tmp_path: Path) -> None:
         found = {"w": torch.zeros(3)}
         nostall.load(found, tmp_path / f"{number}")
         assert found["w"].tolist() == [2.0] * 3
+
+
+class _Rebuilding(dcp.FileSystemWriter):
+    """A writer that makes new plans of those that it gets."""
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        plans = super().prepare_global_plan(plans)
+        return [SavePlan([*each.items], each.storage_data, each.planner_data) for each in plans]
+
+
+def test_a_writer_that_makes_new_plans_of_known_ones_saves_all_items(tmp_path: Path) -> None:
+    """An answer to a question has no items; taken literally, the checkpoint would be empty."""
+    nostalls = nostall.FileSystemWriterAsync
+    for number, writer in enumerate((nostalls, _Rebuilding, nostalls)):
+        path, planner = tmp_path / f"{number}", nostall.SavePlanner()
+        dcp.save(small_state(), storage_writer=writer(path), planner=planner, no_dist=True)
+        assert blobs(path) == blobs(tmp_path / "0")
+        assert (
+            read_metadata(path).storage_data.keys()
+            == read_metadata(tmp_path / "0").storage_data.keys()
+        )
+    planner.set_up_planner(small_state(), is_coordinator=True)
+    planner._recognised["another plan"] = next(iter(planner._recognised.values()))
+    with pytest.raises(SaveError, match="prepare_global_plan has made a new plan"):
+        planner.finish_plan(SavePlan([]))
 
 
 class _Noting(nostall.FileSystemWriterAsync):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from inspect import CO_OPTIMIZED
@@ -60,7 +61,7 @@ def state() -> dict[str, Any]:
     return {"model": {f"w{each}": torch.ones(64, 64) for each in range(8)}, "step": 3}
 
 
-def paths(root: str) -> Iterator[tuple[str, Callable[[], None]]]:
+def paths(root: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """Each path with its name; a path without one only prepares the next."""
     cache, queue = CheckpointMetadataCache(), AsyncCallsQueue()
 
@@ -74,6 +75,11 @@ def paths(root: str) -> Iterator[tuple[str, Callable[[], None]]]:
         queue.schedule_async_request(AsyncRequest(fn, arguments, [finalize], preload_fn=preload_fn))
         queue.maybe_finalize_async_calls(blocking=True)
 
+    def background() -> None:
+        future = dcp.async_save(state(), storage_writer=FileSystemWriterAsync(f"{root}/a"))
+        assert isinstance(future, Future)
+        future.result()
+
     def manage() -> None:
         with CheckpointManager(f"{root}/steps", save_every=1) as manager:
             manager.save(1, {"model": torch.nn.Linear(16, 4)})
@@ -83,12 +89,8 @@ def paths(root: str) -> Iterator[tuple[str, Callable[[], None]]]:
     for number in (1, 2, 3):
         yield "", partial(split, number)
     yield "split save, steady", lambda: split(4)
-    writer = FileSystemWriterAsync
-    yield (
-        "dcp.async_save",
-        lambda: dcp.async_save(state(), storage_writer=writer(f"{root}/a")).result(),
-    )
-    yield "dcp.save", lambda: dcp.save(state(), storage_writer=writer(f"{root}/b"))
+    yield "dcp.async_save", background
+    yield "dcp.save", lambda: dcp.save(state(), storage_writer=FileSystemWriterAsync(f"{root}/b"))
     yield "nostall.load", lambda: nostall.load(state(), f"{root}/b")
     yield "manager.save", manage
     queue.close()

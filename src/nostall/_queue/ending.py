@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,7 +30,14 @@ from nostall._model.threads import is_done
 from nostall._model.wording import counted
 from nostall._queue.callers import Call, committed_by
 from nostall._queue.sigterm import STATUS, is_interpreter_ending, preemption
-from nostall._ranks.agreement import PATIENCE_S, Question, Scheduled, View, share_failure
+from nostall._ranks.agreement import (
+    PATIENCE_S,
+    Question,
+    Scheduled,
+    View,
+    leaving,
+    share_failure,
+)
 from nostall._ranks.failures import raise_everywhere
 from nostall._ranks.group import Coordination, coordination_for
 from nostall.errors import SaveAbortedError, SaveTimeoutError
@@ -283,10 +290,9 @@ def finish_after(queue: AsyncCallsQueue, error: BaseException, coordination: Coo
     )
     with preemption.deferred(then_end=False):  # the error is raised in any case
         deadline_s = time.monotonic() + (0 if isinstance(error, SaveTimeoutError) else timeout_s)
-        lost = ""
-        if coordination.world_size > 1:
-            lost = scheduled.all_leave(coordination, LEAVING_S)
-        lost = lost or _complete(queue, deadline_s)
+        is_alone = coordination.world_size == 1
+        with nullcontext("") if is_alone else leaving(coordination, LEAVING_S) as why:
+            lost = why or _complete(queue, deadline_s)
     if lost:
         add_note(error, f"requests were lost, of {before} that were pending: {lost}")
 

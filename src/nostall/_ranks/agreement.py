@@ -7,7 +7,7 @@ announces the number of requests that it has scheduled; an error names the ranks
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -21,6 +21,9 @@ PATIENCE_S = 60.0
 """Longest time by which another rank may begin its wait later than this one."""
 _LOOK_AGAIN_S = 0.02
 _SCHEDULED = "scheduled"
+_LEAVING = "leaving"
+_STAYS, _ASKS, _KNOWS = range(3)
+"""What a rank announces: it exits with no exception; it does; it knows that all ranks do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,6 @@ class Scheduled:
         self.unanswered: list[Question] = []
         """Questions about requests that this process has since given up."""
         self._count = 0
-        self._times_left = 0
 
     @contextmanager
     def one_more(self, coordination: Coordination) -> Iterator[None]:
@@ -86,26 +88,6 @@ class Scheduled:
         self._count = 0
         self.unanswered.clear()
 
-    def all_leave(self, coordination: Coordination, timeout_s: float) -> str:
-        """Why the ranks cannot finish the scheduled requests; empty if they can.
-
-        Called when this rank exits with an exception. The other ranks may be in a collective of
-        their own, so they join only if they exit the same way: each rank announces that it does,
-        and waits up to ``timeout_s`` seconds for the announcements of the others.
-        """
-        self._times_left += 1
-        topic = f"leaving/{self._count}/{self._times_left}"
-        coordination.announce(topic, 1)
-        deadline = time.monotonic() + timeout_s
-        while True:
-            left = coordination.announced(topic)
-            others = [rank for rank in range(coordination.world_size) if not left.get(rank)]
-            if not others:
-                return ""
-            if time.monotonic() > deadline:
-                return f"ranks {others} did not exit with an exception as this one did"
-            time.sleep(_LOOK_AGAIN_S)
-
     def others_missing(self, coordination: Coordination, limit: str) -> SaveTimeoutError:
         """The error when other ranks do not poll; it names those that are behind."""
         announced = coordination.announced(_SCHEDULED)
@@ -124,6 +106,37 @@ class Scheduled:
             hint="schedule and poll the same number of times on every rank; the process group is"
             " no longer usable",
         )
+
+
+@contextmanager
+def leaving(coordination: Coordination, timeout_s: float) -> Iterator[str]:
+    """Why the ranks cannot finish the scheduled requests; empty if they can, in the block.
+
+    Used when this rank exits with an exception. The other ranks may be in a collective of their
+    own, so they join only if they exit the same way: each rank announces that it does, until the
+    end of the block, and waits up to ``timeout_s`` seconds for the announcements of the others.
+    """
+
+    def wait_for(is_fine: Callable[[int], bool]) -> list[int]:
+        deadline_s = time.monotonic() + timeout_s
+        others = [rank for rank in range(coordination.world_size) if rank != coordination.rank]
+        while True:
+            announced = coordination.announced(_LEAVING)
+            late = [rank for rank in others if not is_fine(announced.get(rank, _STAYS))]
+            if not late or time.monotonic() > deadline_s:
+                return late
+            time.sleep(_LOOK_AGAIN_S)
+
+    coordination.announce(_LEAVING, _ASKS)
+    try:
+        if late := wait_for(lambda number: number != _STAYS):
+            yield f"ranks {late} did not exit with an exception as this one did"
+        else:
+            coordination.announce(_LEAVING, _KNOWS)
+            yield ""
+            wait_for(lambda number: number != _ASKS)  # a slower rank has still to see this one
+    finally:
+        coordination.announce(_LEAVING, _STAYS)
 
 
 class Question:

@@ -1,1 +1,1 @@
-"""Checkpoint files, in directories and object stores: written, read back, removed, with deadlines."""
+"""Checkpoint files, in directories and object stores: written, read, removed, with deadlines."""

@@ -147,7 +147,7 @@ class SavePlanner(DefaultSavePlanner):
         """This rank's final plan, with all its items.
 
         Raises:
-            SaveError: The coordinator has another planner.
+            SaveError: The coordinator has another planner, or a writer has replaced the answer.
         """
         if isinstance(new_plan, PlanQuestion):
             raise SaveError(
@@ -156,6 +156,8 @@ class SavePlanner(DefaultSavePlanner):
                 hint="use nostall.SavePlanner on all ranks, or on none",
             )
         if self._plans is None or not isinstance(new_plan, PlanAnswer):
+            if self._recognised and not new_plan.items:
+                return self._answer_without_name(new_plan)
             return super().finish_plan(new_plan)
         self._answer = new_plan
         if self.named_plan is not None:
@@ -223,6 +225,17 @@ class SavePlanner(DefaultSavePlanner):
     @property
     def _configuration(self) -> Hashable:
         return self.is_coordinator, self.dedup_save_to_lowest_rank
+
+    def _answer_without_name(self, new_plan: SavePlan) -> SavePlan:
+        """The final plan, if a writer has made a new plan of the answer to this rank's question."""
+        if len(self._recognised) > 1:
+            raise SaveError(
+                "the writer's prepare_global_plan has made a new plan in place of this rank's",
+                phase="plan",
+                hint="have it change plans by dataclasses.replace, or use DefaultSavePlanner",
+            )
+        (known,) = self._recognised.values()
+        return replace(known.plan.final, storage_data=new_plan.storage_data)
 
     @no_collection()
     def _flatten(self) -> None:
