@@ -229,9 +229,9 @@ class _Rebuilding(dcp.FileSystemWriter):
 
 def test_a_writer_that_makes_new_plans_of_known_ones_saves_all_items(tmp_path: Path) -> None:
     """An answer to a question has no items; taken literally, the checkpoint would be empty."""
-    nostalls = nostall.FileSystemWriterAsync
+    nostalls, planner = nostall.FileSystemWriterAsync, nostall.SavePlanner()
     for number, writer in enumerate((nostalls, _Rebuilding, nostalls)):
-        path, planner = tmp_path / f"{number}", nostall.SavePlanner()
+        path = tmp_path / f"{number}"
         dcp.save(small_state(), storage_writer=writer(path), planner=planner, no_dist=True)
         assert blobs(path) == blobs(tmp_path / "0")
         assert (
