@@ -234,14 +234,36 @@ def test_a_writer_that_makes_new_plans_of_known_ones_saves_all_items(tmp_path: P
         path = tmp_path / f"{number}"
         dcp.save(small_state(), storage_writer=writer(path), planner=planner, no_dist=True)
         assert blobs(path) == blobs(tmp_path / "0")
-        assert (
-            read_metadata(path).storage_data.keys()
-            == read_metadata(tmp_path / "0").storage_data.keys()
-        )
+        places = [read_metadata(each).storage_data.keys() for each in (path, tmp_path / "0")]
+        assert places[0] == places[1]
     planner.set_up_planner(small_state(), is_coordinator=True)
     planner._recognised["another plan"] = next(iter(planner._recognised.values()))
     with pytest.raises(SaveError, match="prepare_global_plan has made a new plan"):
         planner.finish_plan(SavePlan([]))
+
+
+class _Copying(nostall.FileSystemWriterAsync):
+    """A writer that makes a new plan of the local one."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        plan = super().prepare_local_plan(plan)
+        return SavePlan([*plan.items], plan.storage_data, plan.planner_data)
+
+
+def test_a_writer_that_loses_a_question_fails_clearly(tmp_path: Path) -> None:
+    """Without its items the plan of the second save would be committed as an empty checkpoint."""
+    state = small_state()
+    _save(tmp_path / "0", state, nostall.SavePlanner(), {})
+    with pytest.raises(CheckpointException, match="prepare_local_plan has made a new plan"):
+        dcp.save(
+            state,
+            storage_writer=_Copying(tmp_path / "1"),
+            planner=nostall.SavePlanner(),
+            no_dist=True,
+        )
+    assert not nostall.is_complete(tmp_path / "1")
+    _save(tmp_path / "2", state, nostall.SavePlanner(), {})
+    assert blobs(tmp_path / "2") == blobs(tmp_path / "0")
 
 
 class _Noting(nostall.FileSystemWriterAsync):

@@ -23,7 +23,7 @@ _LOOK_AGAIN_S = 0.02
 _SCHEDULED = "scheduled"
 _LEAVING = "leaving"
 _STAYS, _ASKS, _KNOWS = range(3)
-"""What a rank announces: it exits with no exception; it does; it knows that all ranks do."""
+"""Announced: this rank exits with no exception; it exits with one; it knows that all ranks do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +113,9 @@ def leaving(coordination: Coordination, timeout_s: float) -> Iterator[str]:
     """Why the ranks cannot finish the scheduled requests; empty if they can, in the block.
 
     Used when this rank exits with an exception. The other ranks may be in a collective of their
-    own, so they join only if they exit the same way: each rank announces that it does, until the
-    end of the block, and waits up to ``timeout_s`` seconds for the announcements of the others.
+    own, so they join only if they exit the same way: each rank announces that it does, and waits up
+    to ``timeout_s`` seconds for the announcements of the others; after the block as long for slower
+    ranks to see its own, which is then withdrawn.
     """
 
     def wait_for(is_fine: Callable[[int], bool]) -> list[int]:
@@ -127,6 +128,7 @@ def leaving(coordination: Coordination, timeout_s: float) -> Iterator[str]:
                 return late
             time.sleep(_LOOK_AGAIN_S)
 
+    wait_for(lambda number: number != _KNOWS)  # a slower rank may still be in an earlier block
     coordination.announce(_LEAVING, _ASKS)
     try:
         if late := wait_for(lambda number: number != _STAYS):

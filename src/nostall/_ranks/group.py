@@ -208,7 +208,11 @@ class TorchGroup:
         for rank in range(self.world_size):
             everywhere = rank if self._group is None else dist.get_global_rank(self._group, rank)
             key = f"{_KEY}{topic}/{everywhere}"
-            found[rank] = int(store.get(key)) if store.check([key]) else 0
+            try:
+                found[rank] = int(store.get(key)) if store.check([key]) else 0
+            except RuntimeError:
+                _log.debug("cannot read what other ranks announce", exc_info=True)
+                return {}
         return found
 
     def gather(self, value: T) -> list[T] | None:

@@ -147,7 +147,8 @@ class SavePlanner(DefaultSavePlanner):
         """This rank's final plan, with all its items.
 
         Raises:
-            SaveError: The coordinator has another planner, or a writer has replaced the answer.
+            SaveError: The coordinator has another planner, or a writer has replaced this rank's
+                question, or its answer if it had asked for several plans.
         """
         if isinstance(new_plan, PlanQuestion):
             raise SaveError(
@@ -158,7 +159,10 @@ class SavePlanner(DefaultSavePlanner):
         if self._plans is None or not isinstance(new_plan, PlanAnswer):
             if self._recognised and not new_plan.items:
                 return self._answer_without_name(new_plan)
+            self._recognised = {}
             return super().finish_plan(new_plan)
+        if self._recognised and not new_plan.asked:
+            raise _replaced_by("prepare_local_plan")
         self._answer = new_plan
         if self.named_plan is not None:
             self._plans.of_coordinator.keep(self.named_plan)
@@ -229,11 +233,7 @@ class SavePlanner(DefaultSavePlanner):
     def _answer_without_name(self, new_plan: SavePlan) -> SavePlan:
         """The final plan, if a writer has made a new plan of the answer to this rank's question."""
         if len(self._recognised) > 1:
-            raise SaveError(
-                "the writer's prepare_global_plan has made a new plan in place of this rank's",
-                phase="plan",
-                hint="have it change plans by dataclasses.replace, or use DefaultSavePlanner",
-            )
+            raise _replaced_by("prepare_global_plan")
         (known,) = self._recognised.values()
         return replace(known.plan.final, storage_data=new_plan.storage_data)
 
@@ -274,3 +274,11 @@ class SavePlanner(DefaultSavePlanner):
         )
         self._plans.of_rank.remember(plan)
         return as_known(prepared, save)
+
+
+def _replaced_by(method: str) -> SaveError:
+    return SaveError(
+        f"the writer's {method} has made a new plan in place of this rank's",
+        phase="plan",
+        hint="have it change plans by dataclasses.replace, or use DCP's DefaultSavePlanner",
+    )

@@ -103,6 +103,8 @@ class PlanAnswer(SavePlan):
     name: str = ""
     rank: int = 0
     is_known: bool = False
+    asked: bool = False
+    """Whether it answers a :class:`PlanQuestion`."""
     most: int = _MOST
     """How many plans to remember, with this one."""
     sent_token: str | None = None
@@ -129,7 +131,14 @@ def _known_answer(
     storage_data: Any, name: str, rank: int, most: int, sent_token: str | None
 ) -> PlanAnswer:
     return PlanAnswer(
-        [], storage_data, name=name, rank=rank, is_known=True, most=most, sent_token=sent_token
+        [],
+        storage_data,
+        name=name,
+        rank=rank,
+        is_known=True,
+        asked=True,
+        most=most,
+        sent_token=sent_token,
     )
 
 
@@ -285,6 +294,7 @@ class CoordinatorPlans:
                 final.planner_data,
                 name=made.name,
                 rank=rank,
+                asked=isinstance(plans[rank], PlanQuestion),
                 most=most,
             )
             for rank, final in enumerate(finals)
