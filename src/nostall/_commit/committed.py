@@ -121,7 +121,10 @@ def _may_be_file(path: str) -> bool:
 
 
 def committed_at_s(directory: str) -> float:
-    """When a checkpoint was committed: by its manifest, or else by the clock of storage."""
+    """When a checkpoint was committed: by its manifest, or else by the clock of storage.
+
+    ``OSError`` if there is none.
+    """
     files = storage_at(directory)
     with open_to_read(files, METADATA_NAME) as stream:
         manifest = manifest_alone(stream)

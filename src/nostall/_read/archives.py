@@ -184,7 +184,7 @@ class Archives:
     ) -> None:
         """Compare values, at least one, with the checksum in their own archive, if it has one.
 
-        ``descriptor`` are the bytes after them. ``DamagedCheckpointError`` if the checksums differ,
+        ``descriptor`` is the bytes after them. ``DamagedCheckpointError`` if the checksums differ,
         or the stored one is overwritten.
         """
         signature, expected = DESCRIPTOR.unpack(descriptor)

@@ -211,7 +211,7 @@ class InFlight:
     def read(self, file: OpenFile, groups: Sequence[Sequence[Read]]) -> None:
         """Submit reads of a file of :meth:`open`, which is closed after them.
 
-        A group is reads that one thread does one after the other, or a single one that several
+        A group is several reads that one thread does in turn, or a single one that several
         threads share. Hands over what is read, so that memory is bounded.
         """
         for reads in groups:

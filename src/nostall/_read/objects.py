@@ -37,7 +37,7 @@ def object_in(content: io.BytesIO, name: str, *, path: str, trust: bool, hint: s
     """The object in an archive of ``torch.save``.
 
     With ``trust`` it may be of any class, which can run code; otherwise of those that
-    ``weights_only`` allows: others are an ``UntrustedObjectError`` with ``hint``.
+    ``weights_only`` allows; ``UntrustedObjectError``, with ``hint``, if it is of another class.
     ``DamagedCheckpointError`` if its bytes are damaged; ``ReadError`` if it needs something that
     this environment does not have.
     """

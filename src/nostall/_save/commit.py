@@ -59,7 +59,7 @@ class RankMessage(NamedTuple):
     written: RankFiles
     changed_plan: SavePlan | None
     save_here: SaveId | None
-    """Its identity among the saves to its directory; ``None`` if it was not counted."""
+    """Identity of the save among those to its directory; ``None`` if it was not counted."""
     counts_alike: bool
     """Whether all ranks are known to count saves alike."""
     took_s: float

@@ -44,7 +44,7 @@ class EarlyCommit:
 
     ``message`` returns this rank's message, once its files are written; ``None`` if the save is not
     to be committed early. On the coordinator, ``commit`` commits with the messages of all ranks,
-    for which it waits ``timeout_s`` seconds. When the save is over, its records go to ``retired``;
+    and waits ``timeout_s`` seconds for them. When the save is over, its records go to ``retired``;
     a later save removes them.
     """
 

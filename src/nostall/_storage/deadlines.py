@@ -134,7 +134,10 @@ def make_ready(
 def may_hold(
     place: str, metadata_names: Sequence[str], *, rank: int | None, timeout_s: float
 ) -> bool:
-    """Whether a place may hold a checkpoint; true if storage cannot tell."""
+    """Whether a place may hold a checkpoint; true if storage refuses to tell.
+
+    ``SaveTimeoutError`` if storage does not answer.
+    """
     return in_time(
         lambda: any(map(partial(may_have, storage_at(place)), metadata_names)),
         timeout_s=timeout_s,

@@ -204,7 +204,7 @@ _PASSING = {
         *("ECONNRESET", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH"),
     )
 }
-"""Errors of network file systems whose server is away: retried. Not full disks, missing rights."""
+"""Errors of network file systems whose server is away, which are retried; no others are."""
 
 
 def may_pass(error: Exception) -> bool:

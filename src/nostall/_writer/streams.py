@@ -70,7 +70,7 @@ class _GivenUp(Exception):
 
 
 class StreamFiles:
-    """The files of a job; each thread takes one after the other, with its own of ``targets``.
+    """The files of a job; each thread takes one after the other, with one of ``targets`` to itself.
 
     Each image must be entirely in memory.
     """

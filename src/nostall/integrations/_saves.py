@@ -23,7 +23,7 @@ from nostall.torch_ckpt import TorchAsyncCheckpoint
 
 
 def missing(package: str, error: ImportError, *, also: str = "") -> ImportError:
-    """The adapter's error for a package that cannot be imported, or ``also``, in one line."""
+    """The adapter's error, in one line, if it cannot import its package; it needs ``also``, too."""
     packages = f"{package} {also}".split()
     return ModuleNotFoundError(
         f"nostall.integrations.{package} needs {' and '.join(packages)}:"

@@ -97,7 +97,7 @@ class Record:
         self._root, self._destination = root, destination
         self._promoted: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.is_new = False
-        """Whether the file did not exist; once it does, only the holder of the lock replaces it."""
+        """Whether the file did not exist; who finds one leaves replacing it to the lock's holder."""
         path = os.path.join(root, RECORD)
         try:
             with open(open_own(path), "rb") as stream:
