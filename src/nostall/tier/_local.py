@@ -97,7 +97,7 @@ class Record:
         self._root, self._destination = root, destination
         self._promoted: dict[str, tuple[str, tuple[int, ...]]] = {}
         self.is_new = False
-        """Whether the file did not exist; who finds one leaves replacing it to the lock's holder."""
+        """Whether the file did not exist; one that does is replaced by the lock's holder only."""
         path = os.path.join(root, RECORD)
         try:
             with open(open_own(path), "rb") as stream:

@@ -60,7 +60,7 @@ class ObstoreClient:
     ) -> None:
         """Make or replace an object at one instant, if the key has the expected version.
 
-        ``Conflict`` if it has another one: perhaps this content, put by a call whose answer was lost.
+        ``Conflict`` if it has another one: perhaps this content, if an answer was lost.
         """
         mode: Any = "overwrite"
         if expected is not None:
