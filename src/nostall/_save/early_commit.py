@@ -43,9 +43,9 @@ class EarlyCommit:
     """One rank's part in the early commit of one save.
 
     ``message`` returns this rank's message, once its files are written; ``None`` if the save is not
-    to be committed early. On the coordinator, ``commit`` commits with the messages of all ranks, which
-    may take ``timeout_s`` seconds to arrive. When the save is over, its records go to ``retired``; a
-    later save removes them.
+    to be committed early. On the coordinator, ``commit`` commits with the messages of all ranks,
+    which may take ``timeout_s`` seconds to arrive. When the save is over, its records go to
+    ``retired``; a later save removes them.
     """
 
     def __init__(

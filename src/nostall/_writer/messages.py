@@ -92,7 +92,7 @@ class Receiver:
         self._sock = sock
         self._buffer = bytearray()
         self._descriptors: list[int] = []
-        """Received descriptors, in the order of their messages, each of which has begun to arrive."""
+        """Received, in the order of their messages, each of which has begun to arrive."""
 
     def receive(self) -> tuple[Message, list[int]] | None:
         """The next message and its descriptors, or ``None`` at the end of the stream.
