@@ -17,7 +17,7 @@ PROGRAM = ROOT / "tests" / "programs" / "reach.py"
 
 
 def unknown_names(page: str) -> list[str]:
-    """What a page names in backquotes, ``FILE.py`` or ``FILE.py: NAME``, that does not exist."""
+    """Names in backquotes on a page, ``FILE.py`` or ``FILE.py: NAME``, that do not exist."""
     names = re.findall(r"`([\w/]+\.py)(?::\s+([\w.]+))?`", page)
     return [
         f"{file}: {name}" if name else file
@@ -45,7 +45,7 @@ def test_files_and_functions_of_the_architecture_exist() -> None:
 
 
 def test_a_wrong_name_is_found() -> None:
-    """Of a file, a function, a method, and a function of another file."""
+    """A file, a function, a method, and a function of another file."""
     right = "`core.py`, `_model/progress.py: Progress.to`, `loading.py:\n   load`"
     wrong = ["no_such.py", "loading.py: save", "loading.py: load.me", "core.py: lay_out"]
     assert unknown_names(" ".join([right, *(f"`{each}`" for each in wrong)])) == wrong

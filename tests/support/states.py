@@ -82,7 +82,7 @@ def save_async(writer: FileSystemWriterAsync, state: dict[str, Any]) -> None:
 
 
 def save_in_background(path: Path, state: dict[str, Any], **options: Any) -> None:
-    """The same, by a writer with these options."""
+    """One ``dcp.async_save`` by a writer with these options, awaited."""
     save_async(FileSystemWriterAsync(path, **options), state)
 
 
