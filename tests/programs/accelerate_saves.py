@@ -434,7 +434,7 @@ def _warnings() -> list[str]:
     """A list that gets nostall's warnings, each up to its first colon."""
     said: list[str] = []
     log = logging.Handler(logging.WARNING)
-    log.emit = lambda record: said.append(record.getMessage().partition(":")[0])  # type: ignore[method-assign]
+    log.emit = lambda record: said.append(record.getMessage().partition(":")[0])  # type: ignore[method-assign]  # its only use
     logging.getLogger("nostall").addHandler(log)
     return said
 

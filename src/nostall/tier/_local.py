@@ -96,8 +96,6 @@ class Record:
     def __init__(self, root: str, destination: str) -> None:
         self._root, self._destination = root, destination
         self._promoted: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self.is_new = False
-        """Whether the file did not exist; one that does is replaced by the lock's holder only."""
         path = os.path.join(root, RECORD)
         try:
             with open(open_own(path), "rb") as stream:
@@ -106,7 +104,6 @@ class Record:
             for name, version, crcs in plain["promoted"]:
                 self._promoted[str(name)] = str(version), tuple(map(int, crcs))
         except FileNotFoundError:
-            self.is_new = True
             return
         except (ValueError, TypeError, LookupError, RecursionError) as error:
             raise OSError(errno.EINVAL, "the record is damaged; remove it", path) from error

@@ -26,7 +26,7 @@ from nostall._writer.child import ChildProcess, bare_arguments, import_paths
 from nostall._writer.messages import Message
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
 from nostall.tier._copying import Ask, Job, News
-from nostall.tier._local import LOCK, Record, committed_in, is_locked, names_in, open_own
+from nostall.tier._local import LOCK, RECORD, Record, committed_in, is_locked, names_in, open_own
 
 _log = logging.getLogger("nostall")
 
@@ -172,8 +172,8 @@ class Root:
         if not self.shared and not is_locked(fd) and not even_if_locked:
             os.close(fd)
             return
-        if record.is_new:
-            record.write()
+        if not os.path.lexists(os.path.join(self.path, RECORD)):
+            record.write()  # from then on only the lock's holder does
         committed = committed_in(self.path)
         self.lock_fd = fd
         _process.running()  # from Python 3.12 on, an ending interpreter starts no thread for it
