@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import time
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import nostall
 from nostall import CheckpointManager, KeepLatest, PerRank, _torch
+from nostall import manager as manager_module
 from nostall._manager import steps
 from nostall._storage import posix
 from nostall.errors import NostallError
@@ -30,7 +31,7 @@ from nostall.options import EngineOptions
 from nostall.removal import remove_checkpoint
 from support.faults import Fault, inject
 from support.training import Job, disturb
-from support.waiting import HangingOs, wait_until
+from support.waiting import HangingOs, stands_in, wait_until
 
 Facts = dict[str, Any]
 
@@ -248,17 +249,30 @@ def saved_again(out: Path) -> Facts:
 
 
 def closed(out: Path) -> Facts:
-    """Rank 0, which removes, is slow."""
+    """Rank 0 removes a step only when the other rank waits for it, or does not wait at all."""
     state: Facts = {f"of {dist.get_rank()}": torch.ones(9)}
+    manager, main = CheckpointManager(out, keep=KeepLatest(1)), threading.main_thread()
+    manager.save(1, state).result()
+    has_looked = threading.Event()
+
+    def allow() -> None:
+        wait_until(lambda: has_looked.is_set() or stands_in(main, manager_module.agreed))
+        (out / "may remove").touch()
 
     def remove(path: str) -> None:
-        time.sleep(0.5)
+        wait_until((out / "may remove").exists)
         remove_checkpoint(path)
 
-    with patch.object(steps, "remove_checkpoint", remove):
-        with CheckpointManager(out, keep=KeepLatest(1)) as manager:
-            manager.save(1, state)
-            manager.save(2, state)
+    manager.save(2, state)
+    with ExitStack() as stack:
+        if dist.get_rank() == 0:
+            stack.enter_context(patch.object(steps, "remove_checkpoint", remove))
+        else:
+            allowing = threading.Thread(target=allow)
+            allowing.start()
+            stack.callback(allowing.join)
+            stack.callback(has_looked.set)
+        manager.close()
         return {"steps": manager.all_steps()}
 
 
