@@ -800,8 +800,11 @@ def forked(out: Path) -> int:
 def several_in_one_poll(out: Path) -> list[list[int]]:
     """All that is done is finalised with the first request."""
     job = Job(out)
-    for early in [early_of(job.save()) for _ in range(3)]:
-        wait_until(partial(_is_over, early))
+    saves = [job.save() for _ in range(3)]
+    for save in saves:
+        assert save is not None
+        wait_until(partial(is_done, save._report))
+        wait_until(partial(_is_over, early_of(save)))
     barrier("committed")
     return [job.queue.poll(), job.queue.poll()]
 
