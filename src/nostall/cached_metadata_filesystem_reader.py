@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from nostall._describe.description import Description
+from nostall._commit.description import Description
 from nostall._storage.locations import identity, is_address, place_of
 from nostall._storage.port import Source, Version
 from nostall.filesystem_reader import FileSystemReader, Verify

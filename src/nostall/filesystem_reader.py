@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from nostall import _torch
-from nostall._describe.description import Description, describe
+from nostall._commit.description import Description, describe
 from nostall._model.names import AS_SAFETENSORS
 from nostall._model.progress import ReadCounter, listed
 from nostall._model.threads import interruptible, no_collection, uninterrupted

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 import nostall
 from nostall import _torch
+from nostall._commit.description import on_demand
 from nostall._commit.index import (
     HEADER,
     InvalidIndexError,
@@ -33,7 +34,6 @@ from nostall._commit.indexing import entries_and_places, read_index
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.metadata import load_metadata
 from nostall._commit.publication import publication_of
-from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
 from nostall._model.values import WrittenFile
 from nostall.errors import NostallError, UnknownMetadataError, UntrustedMetadataError

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from nostall._commit.description import LazyMetadata, lazy_metadata
 from nostall._commit.metadata import load_metadata
-from nostall._describe.lazy import LazyMetadata, lazy_metadata
 from nostall._engine import default_engine
 from nostall._storage.deadlines import in_time
 from nostall._storage.locations import storage_at

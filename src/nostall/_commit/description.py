@@ -1,20 +1,31 @@
-"""The content of one ``.metadata`` file: its index; its pickle if that is missing or too little."""
+"""The content of one ``.metadata`` file, read as far as a load needs it.
+
+That is its index; its pickle if there is no index, or if the index says too little. Items of an
+index, and attributes of the pickle, are made when somebody first asks for them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from copy import copy, deepcopy
-from typing import Any, TypeVar
+from dataclasses import fields
+from typing import Any, SupportsIndex, TypeVar
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
+from nostall import _torch
 from nostall._commit.index import ItemIndex
-from nostall._commit.indexing import entries_and_places, read_index
+from nostall._commit.indexing import Items, entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, Manifest
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._commit.metadata_pickle import HINT
-from nostall._describe.lazy import lazy_metadata
-from nostall._describe.on_demand import on_demand
 from nostall._model import checksum
 from nostall._model.threads import no_collection
 from nostall._storage.port import PartStream, Source, as_stream, read_metadata
@@ -173,3 +184,136 @@ def _twin(instance: T) -> T:
     twin = object.__new__(type(instance))
     vars(twin).update(vars(instance))
     return twin
+
+
+# --- the items of an index, as mappings whose values are made when asked for ----------------------
+
+Entry = TensorStorageMetadata | BytesStorageMetadata
+
+
+def on_demand(index: ItemIndex, *, path: str) -> Metadata:
+    """Metadata with the items of an index, and nothing else; for reading only.
+
+    ``UnknownMetadataError`` if it has a dtype or another value that this torch does not know.
+    """
+    items = Items(index, path=path)
+    entries: Mapping[str, Entry] = _Entries(items)
+    return Metadata(entries, storage_data=_Places(items))  # type: ignore[arg-type]  # only read
+
+
+class _Entries(Mapping[str, Entry]):
+    """Kinds, sizes and chunks of items by name."""
+
+    def __init__(self, items: Items) -> None:
+        self._items = items
+        self._rows = items.index.rows
+        self._made: dict[tuple[int, ...], Entry] = {}
+        """Entries by what they are made from: many items of a checkpoint are alike."""
+
+    def __getitem__(self, name: str) -> Entry:
+        row = self._rows[name]
+        key = self._items.key(row)
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._items.entry(row)
+        return made
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a key, or the default; no exception is made on the way."""
+        return self[name] if name in self._rows else default
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class _Places(Mapping[MetadataIndex, _torch.StorageInfo]):
+    """Places of chunks and objects."""
+
+    def __init__(self, items: Items) -> None:
+        self._items = items
+        self._rows = items.index.rows
+        self._by_begin: dict[int, dict[torch.Size | None, int]] = {}
+
+    def __getitem__(self, index: MetadataIndex) -> _torch.StorageInfo:
+        row = self._rows[index.fqn]
+        place = self._items.only_place(row, index.offset)
+        if place is None:
+            numbers = self._by_begin.get(row)
+            if numbers is None:
+                numbers = self._by_begin[row] = self._items.places_by_begin(row)
+            place = numbers[index.offset]
+        return self._items.info(place)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        for name, row in self._rows.items():
+            for number, begin in enumerate(self._items.places_by_begin(row)):
+                yield MetadataIndex(name, begin, None if begin is None else number)
+
+    def __len__(self) -> int:
+        return sum(len(self._items.places_by_begin(row)) for row in self._rows.values())
+
+
+# --- metadata of which a part is read when somebody first asks for it -----------------------------
+
+_REST = "nostall.rest"
+"""Not a name that code could have for an attribute."""
+
+
+class LazyMetadata(Metadata):
+    """Metadata that lacks attributes until one of them is asked for; see :func:`lazy_metadata`.
+
+    It calls itself plain metadata, as proxies do: so it is compared, copied, pickled and shown.
+    """
+
+    __class__ = property(lambda _: Metadata)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_plain(self), name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+class _Missing:
+    """An attribute that an instance does not have yet, in place of its default in the class."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: LazyMetadata | None, owner: type) -> Any:
+        return getattr(Metadata if instance is None else _plain(instance), self._name)
+
+
+for _field in fields(Metadata):
+    setattr(LazyMetadata, _field.name, _Missing(_field.name))
+
+
+def lazy_metadata(rest: Callable[[], dict[str, Any]], **known: Any) -> LazyMetadata:
+    """Metadata with ``known`` attributes; ``rest`` returns the others when one is asked for.
+
+    What the caller has set meanwhile stays.
+    """
+    metadata: LazyMetadata = object.__new__(LazyMetadata)
+    vars(metadata).update(known, **{_REST: rest})
+    return metadata
+
+
+def _plain(metadata: LazyMetadata) -> Metadata:
+    """Plain metadata with the same attributes, all of which the other has now, too."""
+    found = vars(metadata)
+    rest = found.get(_REST)
+    if rest is not None:  # otherwise another thread was faster
+        for name, value in rest().items():
+            found.setdefault(name, value)
+        found.pop(_REST, None)
+    plain = object.__new__(Metadata)
+    vars(plain).update(found)
+    return plain

@@ -1,1 +1,0 @@
-"""The content of a checkpoint's metadata file, read as far as a load needs it."""
