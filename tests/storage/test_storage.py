@@ -32,7 +32,7 @@ from nostall._model.names import is_draft
 from nostall._save.split_save import SplitSave
 from nostall._storage import posix
 from nostall._writer.files import perform
-from nostall._writer.shared import WholeImage
+from nostall._writer.seals import WholeImage
 from nostall.core import AsyncCallsQueue
 from nostall.errors import WriteError
 from nostall.filesystem_async import FileSystemWriterAsync

@@ -63,7 +63,7 @@ DEFECTS = {
         ("tests/memory/test_arena.py",),
     ),
     "a payload in several chunks is not sealed": Defect(
-        "_writer/chunks.py",
+        "_writer/files.py",
         "        self._payloads.seal_ending_in(window, number)\n",
         "",
         ("tests/save/test_ring.py",),

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from nostall._model.checksum import combine
 from nostall._model.jobs import Seal, SealTable
 from nostall._writer import seals
-from nostall._writer.seals import Payloads, plan_chunks
-from nostall._writer.shared import Window
+from nostall._writer.seals import Payloads, Window, plan_chunks
 from support.sealing import seal_patches
 
 # --- checksums ------------------------------------------------------------------------------------

@@ -26,8 +26,14 @@ from nostall._memory.arena import memory_descriptor
 from nostall._model.jobs import Failure
 from nostall._model.threads import is_done
 from nostall._writer.child import ENCODING, ChildProcess, import_paths
-from nostall._writer.messages import Answer, Call, send
-from nostall._writer.parent import ignore_signals, messages_from_parent, say_ready
+from nostall._writer.messages import (
+    Answer,
+    Call,
+    ignore_signals,
+    messages_from_parent,
+    say_ready,
+    send,
+)
 from nostall.errors import StagingError
 
 _DRAIN_TIMEOUT_S = 1800.0

@@ -40,7 +40,7 @@ from nostall._storage.deadlines import remove_in_time
 from nostall._storage.locations import is_address, storage_options_of
 from nostall._writer.child import import_paths
 from nostall._writer.files import perform
-from nostall._writer.shared import WholeImage
+from nostall._writer.seals import WholeImage
 from nostall.errors import NostallError, SaveAbortedError, StagingError
 
 # --- take the snapshot ----------------------------------------------------------------------------

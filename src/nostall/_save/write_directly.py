@@ -27,7 +27,7 @@ from nostall._model.values import FileLayout, ItemShape, Slot
 from nostall._save.prepared import PreparedSave
 from nostall._save.stage_and_write import in_thread, job_of, lease_for, stage, wait_for, write_here
 from nostall._writer.files import perform
-from nostall._writer.shared import Window
+from nostall._writer.seals import Window
 from nostall.errors import StagingError
 
 

@@ -1,5 +1,5 @@
 """The writer process: it writes file images to storage and never imports torch.
 
 ``main`` runs in the process, ``child`` is the trainer's side, ``files`` does the work (also in the
-trainer, for synchronous saves) through ``chunks`` or ``streams``; ``messages`` has the wire format.
+trainer, for synchronous saves) itself or through ``streams``; ``messages`` has the wire format.
 """

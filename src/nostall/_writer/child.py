@@ -32,6 +32,7 @@ from nostall._model.threads import is_done, spawn, uninterrupted
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.posix import remove_empty_files
 from nostall._writer.messages import (
+    STARTED,
     Answer,
     Cancel,
     Created,
@@ -43,7 +44,6 @@ from nostall._writer.messages import (
     UnmapBlock,
     send,
 )
-from nostall._writer.parent import STARTED
 from nostall.errors import ProtocolError, WriterDiedError
 
 if TYPE_CHECKING:  # a worker process says that it is ready before it imports torch

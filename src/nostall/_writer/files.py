@@ -1,6 +1,27 @@
 """Write the files of a job to storage and report the result.
 
-The same code runs in the writer process and, for synchronous saves, in the trainer.
+The same code runs in the writer process and, for synchronous saves, in the trainer. ``streams`` has
+the files that go through the user's callables; all others are sealed and written in chunks, with a
+few threads.
+
+Chunks of a file are taken in order by whichever thread is free. For each chunk a thread
+
+1. computes the CRC-32 of the payloads and payload parts in it, and seals the containers whose
+   payload is entirely in it,
+2. seals the other containers whose payload ends in it, once the threads with the earlier parts of
+   that payload have done step 1,
+3. writes it, once step 2 is done for all earlier chunks, as a container's end may reach into later
+   chunks.
+
+Where files go through the page cache, two threads do all of this and write the chunks of a file one
+after the other: the system lets only one thread at a time write into such a file, and further
+threads would wait, in any order and with cold buffers. The same for an object store, whose client
+takes parts in order and sends several at a time.
+
+A thread waits only for earlier chunks of its file, which other threads have begun and which wait
+only for still earlier ones: there is no cycle, and a single thread never waits. As many threads
+checksum at a time as there are processors; a thread that checksums waits for nothing, so each gets
+its turn. Checksumming one chunk thus overlaps with writing others.
 """
 
 from __future__ import annotations
@@ -8,22 +29,28 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from nostall._model.jobs import (
     Failure,
     Faults,
+    FileImage,
+    FileReceipt,
     RankFailed,
     RankReport,
     RankWritten,
     WriteJob,
+    WriteWork,
+    page_aligned,
 )
+from nostall._model.threads import work_together
 from nostall._storage.directories import remove_unnamed
 from nostall._storage.locations import is_address, storage_at, take_storage_options
-from nostall._storage.port import require_file
-from nostall._writer.chunks import write_images
-from nostall._writer.shared import Cancelled, Image, Position
+from nostall._storage.port import Files, Upload, may_pass, require_file
+from nostall._writer.seals import Cancelled, Image, Payloads, Position, plan_chunks
 from nostall._writer.streams import StreamFiles, StreamTarget
 
 
@@ -123,3 +150,278 @@ def _free_space(path: str, needed_nbytes: int) -> str | None:
         f"this rank's files take {needed_nbytes} bytes; {room.f_bavail * room.f_frsize} bytes and"
         f" {room.f_favail} inodes are free there; make room or save elsewhere"
     )
+
+
+# --- images, in chunks ----------------------------------------------------------------------------
+
+_BACKOFF_S = 0.1
+_BACKOFF_FACTOR = 4
+_THREADS_IN_ORDER = 2
+"""For files that are written in order: one thread writes, the other prepares the next chunk."""
+_SPANS_KEPT = 2000
+"""Per file: two for each of the first 1,000 chunks. Totals include all chunks."""
+
+
+def write_images(
+    job: WriteJob,
+    storage: Files,
+    images: Mapping[str, Image],
+    faults: Faults,
+    at: Position,
+) -> tuple[FileReceipt, ...]:
+    """Write all files of a job, each up to ``job.retries`` times anew after a transient error.
+
+    Raises ``Cancelled``, or the first error that is permanent or out of retries.
+    """
+    # With more threads than processors all would finish late, and the device waits meanwhile.
+    checksums = threading.Semaphore(len(os.sched_getaffinity(0)))
+    done: dict[str, FileReceipt] = {}
+    failed_attempts: dict[str, list[str]] = {image.name: [] for image in job.files}
+    attempt = 0
+    while True:
+        tasks = [
+            _FileTask(job, storage, image, images[image.name], faults, at, checksums)
+            for image in job.files
+            if image.name not in done
+        ]
+        try:
+            chunks = _Chunks(tasks, at)
+            threads = min(job.io_threads, chunks.count)
+            work_together(chunks.write, threads, give_up=chunks.give_up)
+        finally:
+            for task in tasks:
+                task.close()
+        done |= {
+            task.name: task.receipt(failed_attempts[task.name]) for task in tasks if task.is_done
+        }
+        failures = {task: task.failure for task in tasks if task.failure is not None}
+        if not failures:
+            return tuple(done[image.name] for image in job.files)
+        for task, failure in failures.items():
+            if attempt == job.retries or not may_pass(failure):
+                at.move(task.failed_in, task.path)
+                raise failure
+            failed_attempts[task.name].append(f"{type(failure).__name__}: {failure}")
+            # The file was removed: a failed fsync may have dropped data, so it is written anew.
+            at.wrote(-task.written_nbytes)
+        at.cancelled.wait(_BACKOFF_S * _BACKOFF_FACTOR**attempt)
+        at.raise_if_cancelled()
+        attempt += 1
+
+
+class _Chunks:
+    """The chunks of a job's files; each thread takes one after the other."""
+
+    def __init__(self, tasks: Sequence[_FileTask], at: Position) -> None:
+        self._tasks = tasks
+        self._at = at
+        self._left = deque(_Chunk(task, n) for task in tasks for n in range(task.chunk_count))
+        self.count = len(self._left)
+        self._hopeless = threading.Event()
+        self._lock = threading.Lock()
+
+    def write(self, thread: int) -> None:
+        """Write chunks until none is left, or until a permanent error has failed all files."""
+        while not self._hopeless.is_set():
+            # The first threads have begun with the first file, or given it up.
+            if thread >= _THREADS_IN_ORDER and self._tasks[0].is_in_order():
+                return
+            try:
+                chunk = self._left.popleft()
+            except IndexError:
+                return
+            try:
+                self._at.raise_if_cancelled()
+                chunk.task.do_chunk(chunk, thread)
+            except _GivenUp:
+                continue
+            except Exception as error:  # reported by the caller, once
+                self._fail(chunk, error)
+
+    def give_up(self) -> None:
+        """Fail all files that are not done."""
+        self._hopeless.set()
+        for task in self._tasks:
+            task.give_up()
+
+    def _fail(self, chunk: _Chunk, error: Exception) -> None:
+        with self._lock:
+            if self._hopeless.is_set() or chunk.task.failure is not None:
+                return
+            chunk.task.failure, chunk.task.failed_in = error, chunk.phase
+            if not may_pass(error):
+                self._hopeless.set()
+        for task in self._tasks if self._hopeless.is_set() else [chunk.task]:
+            task.give_up()
+
+
+class _Chunk:
+    """One chunk of one file, and the phase of the thread that works on it."""
+
+    __slots__ = ("number", "phase", "task")
+
+    def __init__(self, task: _FileTask, number: int) -> None:
+        self.task = task
+        self.number = number
+        self.phase = "open"
+
+
+class _GivenUp(Exception):
+    """Another thread failed; this one stops."""
+
+
+class _FileTask:
+    """One file being written, shared by the threads that work on its chunks."""
+
+    def __init__(
+        self,
+        job: WriteJob,
+        storage: Files,
+        image: FileImage,
+        content: Image,
+        faults: Faults,
+        at: Position,
+        checksums: threading.Semaphore,
+    ) -> None:
+        self.name = image.name
+        self.path = storage.where(image.name)
+        self._job = job
+        self._storage = storage
+        self._image = image
+        self._content = content
+        self._faults = faults
+        self._at = at
+        self._checksums = checksums
+        self._file: Upload | None = None
+        self._lock = threading.Lock()
+        size = page_aligned(max(1, job.chunk_nbytes))
+        self._bounds = (*range(0, image.nbytes, size), image.nbytes) if image.nbytes else (0, 0)
+        self.chunk_count = len(self._bounds) - 1
+        self._summed = [threading.Event() for _ in range(self.chunk_count)]
+        self._sealed = [threading.Event() for _ in range(self.chunk_count)]
+        self._written = [threading.Event() for _ in range(self.chunk_count)]
+        self._opened = threading.Event()
+        self._left = self.chunk_count
+        self.written_nbytes = 0
+        self._given_up = False
+        self.is_done = False
+        """Whether the file is complete and, if requested, durable."""
+        self.failure: Exception | None = None
+        self.failed_in = ""
+        """The phase in which it failed."""
+        self._payloads = Payloads(plan_chunks(image.seals, self._bounds))
+        self._started_s = 0.0
+        self._finished_s = 0.0
+        self._spans: list[tuple[str, int, float, float]] = []
+
+    def do_chunk(self, chunk: _Chunk, thread: int) -> None:
+        number = chunk.number
+        begin, end = self._bounds[number], self._bounds[number + 1]
+        self._open()
+        started_s = time.monotonic()
+        with self._checksums:
+            window = self._content.window(begin, end, thread=thread)
+            self._payloads.sum_parts(window, number)
+        self._summed[number].set()
+        for earlier in range(self._payloads.first_chunk_needed(number), number):
+            self._wait(self._summed[earlier])
+        self._payloads.seal_ending_in(window, number)
+        if number:
+            self._wait(self._sealed[number - 1])
+        # And all before it: the end of a container may reach over several chunks.
+        self._content.hand_over(window, end)
+        self._sealed[number].set()
+        if self._job.checksum_files:
+            with self._checksums:
+                self._payloads.sum_chunk(window, number)
+        started_s = self._note("checksum", thread, started_s)
+        if number and self.is_in_order():
+            self._wait(self._written[number - 1])  # and all before it
+        chunk.phase = "write"
+        self._faults.at("chunk", self.path)
+        if self._file is None:
+            raise _GivenUp
+        self._file.write(window.memory, begin, end, origin=window.origin)
+        self._written[number].set()
+        started_s = self._note("write", thread, started_s)
+        self._at.wrote(end - begin)
+        with self._lock:
+            self.written_nbytes += end - begin
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            if self._job.sync_files and not is_address(self._job.directory):
+                chunk.phase = "fsync"
+            self._faults.at("fsync", self.path)
+            self._file.finish(self._crc32())
+            self._finished_s = self._note("fsync", thread, started_s)
+            self.is_done = True
+
+    def _crc32(self) -> int | None:
+        return self._payloads.crc32_of_file if self._job.checksum_files else None
+
+    def is_in_order(self) -> bool:
+        """Whether chunks are written in order; waits until the file is open or given up."""
+        self._opened.wait()
+        return self._file is not None and not self._file.any_order
+
+    def _note(self, phase: str, thread: int, started_s: float) -> float:
+        """Record a span that ends now; returns the time."""
+        now_s = time.monotonic()
+        self._spans.append((phase, thread, started_s, now_s))
+        return now_s
+
+    def give_up(self) -> None:
+        """Wake every thread that waits for a chunk of this file."""
+        self._given_up = True
+        for event in (*self._summed, *self._sealed, *self._written, self._opened):
+            event.set()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def receipt(self, failed_attempts: Sequence[str]) -> FileReceipt:
+        assert self._file is not None
+        totals = {"checksum": 0.0, "write": 0.0, "fsync": 0.0}
+        for phase, _, begin_s, end_s in self._spans:
+            totals[phase] += end_s - begin_s
+        return FileReceipt(
+            name=self._file.name,
+            planned_name=self.name,
+            nbytes=self._image.nbytes,
+            crc32_of_file=self._crc32(),
+            extents=None,
+            started_s=self._started_s,
+            finished_s=self._finished_s,
+            fsynced=self._job.sync_files,
+            work=WriteWork(
+                checksum_s=totals["checksum"],
+                write_s=totals["write"],
+                fsync_s=totals["fsync"],
+                spans=tuple(self._spans[:_SPANS_KEPT]),
+            ),
+            failed_attempts=tuple(failed_attempts),
+        )
+
+    def _open(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                return
+            if self._given_up:
+                raise _GivenUp
+            self._started_s = time.monotonic()
+            self._faults.at("open", self.path)
+            self._file = self._storage.put(self.name, self._image.nbytes, on_created=self._created)
+            self._opened.set()
+
+    def _created(self, name: str) -> None:
+        self.path = self._storage.where(name)
+        self._at.create(self.path)
+
+    def _wait(self, event: threading.Event) -> None:
+        # No deadline: the event is set by a thread of this process that only computes before, or
+        # writes what has to be written first; and give_up() sets all events.
+        event.wait()
+        if self._given_up:
+            raise _GivenUp

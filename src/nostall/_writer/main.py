@@ -1,10 +1,10 @@
 """The writer process: receive jobs from the socket, write them, answer.
 
 The main thread reads the socket, so that the end of the trainer is noticed at once (see
-``parent``). The process then exits, whatever its other threads are doing; an unfinished file is not
-part of any checkpoint. A second thread writes the jobs one after the other. SIGINT and SIGTERM are
-ignored: a signal to the whole process group must not lose a save, and the trainer decides when the
-writer ends.
+``messages``). The process then exits, whatever its other threads are doing; an unfinished file is
+not part of any checkpoint. A second thread writes the jobs one after the other. SIGINT and SIGTERM
+are ignored: a signal to the whole process group must not lose a save, and the trainer decides when
+the writer ends.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from nostall._writer.messages import (
     Message,
     Progress,
     UnmapBlock,
-    send,
-)
-from nostall._writer.parent import (
     ignore_signals,
     make_importable,
     messages_from_parent,
     say_ready,
+    send,
 )
-from nostall._writer.shared import Cancelled, WholeImage
+from nostall._writer.seals import Cancelled, WholeImage
 from nostall._writer.streams import StreamTarget
 from nostall.errors import ProtocolError
 

@@ -1,22 +1,108 @@
-"""Checksum the payloads of a file image part by part, and seal their containers.
+"""The images of a job's files: shared by the threads that write it, checksummed, and sealed.
 
 The positions of payloads in the chunks of an image follow from the layout alone:
-:func:`plan_chunks` computes them, and keeps them from job to job.
-:class:`Payloads` has the checksums, which are new in every job.
+:func:`plan_chunks` computes them, and keeps them from job to job. :class:`Payloads` has the
+checksums, which are new in every job, and seals the containers part by part.
 """
 
 from __future__ import annotations
 
+import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from nostall._model import checksum
 from nostall._model.checksum import Sealer, combine
 from nostall._model.jobs import SealTable
-from nostall._writer.shared import Window
+
+
+class Window(NamedTuple):
+    """Bytes one thread may change: a chunk, and the rest of containers whose payload ends in it."""
+
+    memory: memoryview
+    """Page-aligned, and padded to whole pages."""
+    origin: int
+    """Its offset in the file."""
+
+
+class Image(Protocol):
+    """The bytes of one file to be written."""
+
+    def window(self, begin: int, end: int, *, thread: int) -> Window:
+        """The chunk from ``begin`` to ``end``, unsealed; this thread's until its next call."""
+
+    def hand_over(self, window: Window, end: int) -> None:
+        """Record that the chunk ending at ``end`` is sealed; called in file order."""
+
+
+class WholeImage:
+    """An image that is entirely in memory; containers are sealed in place."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._window = Window(memory, 0)
+
+    def window(self, begin: int, end: int, *, thread: int) -> Window:
+        """The whole image, for every chunk."""
+        del begin, end, thread
+        return self._window
+
+    def hand_over(self, window: Window, end: int) -> None:
+        """Does nothing."""
+
+
+class Cancelled(Exception):
+    """The trainer cancelled the job."""
+
+    def __init__(self) -> None:
+        super().__init__("the save was aborted")
+
+
+class Position:
+    """Where the first failure occurred (others are consequences), files made, bytes written."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        cancelled: threading.Event,
+        on_progress: Callable[[int], None],
+        on_created: Callable[[str], None],
+    ) -> None:
+        self.phase = "open"
+        self.path = path
+        self.cancelled = cancelled
+        self.created: set[str] = set()
+        """Paths of the files that the job has made, and may remove."""
+        self._on_progress = on_progress
+        self._on_created = on_created
+        self._written_nbytes = 0
+        self._lock = threading.Lock()
+
+    def move(self, phase: str, path: str) -> None:
+        self.phase, self.path = phase, path
+
+    def raise_if_cancelled(self) -> None:
+        """Called between two chunks."""
+        if self.cancelled.is_set():
+            raise Cancelled
+
+    def create(self, path: str) -> None:
+        """Record a new file of the job."""
+        self.created.add(path)
+        self._on_created(path)
+
+    def wrote(self, nbytes: int) -> None:
+        """Add to the bytes written; negative if a file has to be written anew."""
+        with self._lock:
+            self._written_nbytes += nbytes
+            written_nbytes = self._written_nbytes
+        self._on_progress(written_nbytes)
+
+
+# --- payloads and their seals ---------------------------------------------------------------------
 
 _WORTH_JOINING_NBYTES = 64 << 10
 """From this size on, combining a payload's CRC is faster than computing it again."""

@@ -22,8 +22,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from nostall._model.jobs import Faults, FileImage, FileReceipt, WriteJob, WriteWork
 from nostall._model.threads import work_together
 from nostall._storage.posix import create_new
-from nostall._writer.seals import Payloads, plan_chunks
-from nostall._writer.shared import Image, Position
+from nostall._writer.seals import Image, Payloads, Position, plan_chunks
 
 
 class StreamTransform(Protocol):

@@ -33,8 +33,15 @@ from nostall._model.values import WrittenFile
 from nostall._storage.damage import crc32_of_file
 from nostall._storage.locations import is_address, storage_at, take_storage_options
 from nostall._storage.port import open_to_read, read_metadata, reason
-from nostall._writer.messages import Answer, Message, send
-from nostall._writer.parent import ignore_signals, make_importable, messages_from_parent, say_ready
+from nostall._writer.messages import (
+    Answer,
+    Message,
+    ignore_signals,
+    make_importable,
+    messages_from_parent,
+    say_ready,
+    send,
+)
 from nostall.errors import DamagedCheckpointError, NostallError
 from nostall.tier._local import Directory, Record, committed_at, is_locked, is_plain, names_in
 
