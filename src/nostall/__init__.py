@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from nostall._memory.overlap import wait_staged as wait_staged
     from nostall._model.progress import LoadStatus as LoadStatus
     from nostall._model.progress import SaveStatus as SaveStatus
-    from nostall._save.by_name.planner import SavePlanner as SavePlanner
-    from nostall._save.warmup import warmup as warmup
+    from nostall._save.planner_by_name import SavePlanner as SavePlanner
+    from nostall._save.stager import warmup as warmup
     from nostall.cached_metadata_filesystem_reader import (
         CachedMetadataFileSystemReader as CachedMetadataFileSystemReader,
     )
@@ -75,7 +75,7 @@ _HOME = {
     "LoadStats": "stats",
     "LoadStatus": "_model.progress",
     "PerRank": "manager",
-    "SavePlanner": "_save.by_name.planner",
+    "SavePlanner": "_save.planner_by_name",
     "SaveStats": "stats",
     "SaveStatus": "_model.progress",
     "TorchAsyncCheckpoint": "torch_ckpt",
@@ -92,7 +92,7 @@ _HOME = {
     "verify": "integrity",
     "wait_staged": "_memory.overlap",
     "wait_staged_before_step": "_engine",
-    "warmup": "_save.warmup",
+    "warmup": "_save.stager",
 }
 _MODULES = (
     "cached_metadata_filesystem_reader",

@@ -50,7 +50,7 @@ from nostall._queue.ending import (
 from nostall._queue.sigterm import preemption
 from nostall._ranks.agreement import View
 from nostall._ranks.group import Coordination, coordination_for
-from nostall._save.warmup import warmup
+from nostall._save.stager import warmup
 from nostall.errors import OptionError, RankLostError, SaveTimeoutError
 from nostall.options import is_possible_wait
 

@@ -45,7 +45,7 @@ from nostall._plan.agree import (
     plans_alone,
 )
 from nostall._plan.planner import PlannerKey, plan_columns, require_one_shape
-from nostall._save.by_name.plans import SentPlan
+from nostall._save.plans_by_name import SentPlan
 from nostall.errors import RankMismatchError, UntrustedMetadataError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn]

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import nostall
 from nostall._save import commit
-from nostall._save.by_name.plans import GroupPlans
+from nostall._save.plans_by_name import GroupPlans
 from nostall.errors import SaveError
 from programs.plans_by_name import plannings
 from support.ranks import on_ranks
@@ -27,7 +27,7 @@ SENT_NBYTES = 1024
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nostall._save.by_name.plans._alone", GroupPlans())
+    monkeypatch.setattr("nostall._save.plans_by_name._alone", GroupPlans())
 
 
 @on_ranks("plans_by_name:steady", ranks=(2, 4))

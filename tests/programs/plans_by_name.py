@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 import nostall
 from nostall._plan.planner import plan_columns
-from nostall._save.by_name import plans
+from nostall._save import plans_by_name as plans
 from nostall.errors import ReadError
 from programs.entry_points import State
 from programs.planning import CHANGES, WHERE, changed, collectives, make_state
@@ -39,7 +39,7 @@ def plannings() -> Iterator[Callable[[], int]]:
     local = default_planner.create_default_local_save_plan
     whole = default_planner.create_default_global_save_plan
     with (
-        patch("nostall._save.by_name.planner.plan_columns", wraps=plan_columns) as columns,
+        patch("nostall._save.planner_by_name.plan_columns", wraps=plan_columns) as columns,
         patch.object(default_planner, local.__name__, wraps=local) as locals_,
         patch.object(default_planner, whole.__name__, wraps=whole) as wholes,
     ):

@@ -11,8 +11,9 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
@@ -25,8 +26,9 @@ from nostall._commit.commit import (
     require_one_directory,
     require_one_save,
 )
+from nostall._commit.description import LazyMetadata, lazy_metadata
 from nostall._commit.manifest import with_manifest
-from nostall._commit.metadata import planned_indices
+from nostall._commit.metadata import load_metadata, planned_indices
 from nostall._commit.publication import KnownResults, Publication, complete_metadata, publication_of
 from nostall._commit.results import RankOutcome, RankResults, ResultsReference, StorageData
 from nostall._engine import default_engine
@@ -35,13 +37,13 @@ from nostall._model.threads import no_collection
 from nostall._model.values import Abort, RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
-from nostall._save.by_name.metadata import send_as_note
-from nostall._save.by_name.plans import NamedGlobalPlan
+from nostall._save.plans_by_name import NamedGlobalPlan
 from nostall._save.publish import FinishedMetadata, is_unpublished, publish, remove_unpublished
 from nostall._save.written import WrittenItems
 from nostall._storage.deadlines import in_time
-from nostall._storage.locations import is_same
-from nostall.errors import SaveError
+from nostall._storage.locations import is_same, storage_at
+from nostall._storage.port import open_to_read, read_metadata
+from nostall.errors import ReadError, SaveError
 
 if TYPE_CHECKING:
     from nostall._save.rank_save import RankSave
@@ -371,3 +373,59 @@ def _finished(
         )
     left = chain.from_iterable(each.left for each in written if each is not None)
     return FinishedMetadata(content=content, storage_meta=storage_meta, left=frozenset(left))
+
+
+# --- the metadata that ``dcp.save`` returns on every rank -----------------------------------------
+
+# Stock DCP sends the coordinator's metadata object to all ranks, though few programs look at it.
+# This one is sent as a note of where it is published; a rank that looks reads it there.
+
+
+def send_as_note(metadata: Metadata, directory: str, name: str, save_id: str) -> None:
+    """Let published metadata, which ``dcp.save`` sends next, be sent as a note, once."""
+
+    def reduce_once(_protocol: Any) -> Any:
+        del metadata.__reduce_ex__
+        return _received, (directory, name, save_id)
+
+    # ``pickle`` asks the object before its class.
+    metadata.__reduce_ex__ = reduce_once  # type: ignore[method-assign]  # that is the point
+
+
+def _received(directory: str, name: str, save_id: str) -> LazyMetadata:
+    return lazy_metadata(partial(_read, directory, name, save_id))
+
+
+def _read(directory: str, name: str, save_id: str) -> dict[str, Any]:
+    """The attributes of published metadata; ``ReadError`` if they cannot be read, or are those of a
+    later save; ``SaveTimeoutError`` if storage hangs.
+    """
+    storage = storage_at(directory)
+    path = storage.where(name)
+
+    def read() -> Metadata:
+        with open_to_read(storage, name) as stream:
+            return load_metadata(read_metadata(stream, path), path=path)
+
+    try:
+        metadata = in_time(
+            read,
+            timeout_s=default_engine().options.save_timeout_s,
+            doing="reading the metadata that dcp.save returned",
+            phase="read",
+            path=path,
+        )
+    except OSError as error:
+        raise _gone(f"cannot be read from this rank: {error.strerror or error}", path) from error
+    if metadata.storage_meta is None or metadata.storage_meta.save_id != save_id:
+        raise _gone("was replaced by a later save", path)
+    return vars(metadata)
+
+
+def _gone(how: str, path: str) -> ReadError:
+    return ReadError(
+        f"the checkpoint whose metadata dcp.save returned {how}",
+        phase="read",
+        path=path,
+        hint="look at the returned metadata before the checkpoint is replaced or removed",
+    )

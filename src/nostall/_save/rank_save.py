@@ -29,8 +29,8 @@ from nostall._plan.layout import FileNaming
 from nostall._plan.planner import vouched
 from nostall._plan.structure import OPENERS
 from nostall._ranks.group import Coordination, Membership
-from nostall._save.by_name.planner import SavePlanner
-from nostall._save.by_name.plans import NamedGlobalPlan
+from nostall._save.planner_by_name import SavePlanner
+from nostall._save.plans_by_name import NamedGlobalPlan
 from nostall._save.prepared import (
     KnownSave,
     PreparedSave,

@@ -48,7 +48,7 @@ from nostall._plan.planner import (
     vouched,
 )
 from nostall._ranks.group import Coordination, Membership, Records, coordination_of
-from nostall._save.by_name.planner import SavePlanner as PlannerByName
+from nostall._save.planner_by_name import SavePlanner as PlannerByName
 from nostall._save.prepared import KnownSave
 from nostall._save.rank_save import RankSave
 from nostall._save.split_save import SplitSave

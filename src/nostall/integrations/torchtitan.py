@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from nostall._model.threads import is_done
-from nostall._save.by_name.planner import SavePlanner
+from nostall._save.planner_by_name import SavePlanner
 from nostall._storage.posix import PosixStorage
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations._saves import missing

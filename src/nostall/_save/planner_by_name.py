@@ -15,7 +15,7 @@ from nostall._engine import Engine
 from nostall._model.threads import no_collection
 from nostall._plan.items import require_representable
 from nostall._plan.planner import plan_columns, require_one_shape
-from nostall._save.by_name.plans import (
+from nostall._save.plans_by_name import (
     GroupPlans,
     ItemsInColumns,
     KnownPlan,
