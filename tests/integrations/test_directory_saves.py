@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall.errors import SaveTimeoutError, WriteError
-from nostall.integrations import _directories
-from nostall.integrations._directories import DirectorySaves
+from nostall.integrations import _saves
+from nostall.integrations._saves import DirectorySaves
 from programs.adapters import commit_directory, save_directory
 from support.faults import Fault, Hold, inject
 from support.ranks import run_ranks
@@ -161,7 +161,7 @@ def test_a_save_does_not_wait_for_storage_for_ever(
     path = tmp_path / "last"
     commit_directory(saves, path, 1)
     storage = HangingOs(operation, part)
-    with patch.object(_directories, "os", storage):
+    with patch.object(_saves, "os", storage):
         try:
             errors = [error_of(partial(commit_directory, saves, path, step)) for step in (2, 3)]
             older = path if path.exists() else tmp_path / "_saving-last" / "_replaced"
@@ -186,7 +186,7 @@ def test_recovery_does_not_wait_for_storage_for_ever(
     (tmp_path / "_saving-1" / "1").mkdir(parents=True)
     recover, named = RECOVERIES[call]
     storage = HangingOs("listdir", str(tmp_path))
-    with patch.object(_directories, "os", storage):
+    with patch.object(_saves, "os", storage):
         try:
             error = error_of(lambda: recover(saves, tmp_path))
         finally:
@@ -208,7 +208,7 @@ def test_recovery_that_storage_refuses_can_be_tried_again(
     (tmp_path / "1").rename(tmp_path / "_saving-1" / "_replaced")
     recover, _ = RECOVERIES[call]
     with (
-        patch.object(_directories, "os", AwayOs("listdir", str(tmp_path))),
+        patch.object(_saves, "os", AwayOs("listdir", str(tmp_path))),
         pytest.raises(WriteError, match="Stale file handle") as caught,
     ):
         recover(saves, tmp_path)
@@ -279,7 +279,7 @@ def test_a_part_that_cannot_be_looked_at_is_an_error(tmp_path: Path, saves: Dire
     path = tmp_path / "last"
     commit_directory(saves, path, 1)
     with (
-        patch.object(_directories, "os", AwayOs("stat", "/.metadata")),
+        patch.object(_saves, "os", AwayOs("stat", "/.metadata")),
         pytest.raises(WriteError, match="Stale file handle") as caught,
     ):
         commit_directory(saves, path, 2)

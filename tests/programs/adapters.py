@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall.errors import NostallError
-from nostall.integrations import _directories
-from nostall.integrations._directories import DirectorySaves
-from nostall.integrations._saves import Saves
+from nostall.integrations import _saves
+from nostall.integrations._saves import DirectorySaves, Saves
 from nostall.integrity import is_complete
 from nostall.options import EngineOptions
 from nostall.removal import remove_checkpoint
@@ -149,7 +148,7 @@ def troubled_directories(out: Path, what: str) -> dict[str, Any]:
         if not is_first and what == "fsync":
             (run / "_saving-last" / "last" / "rng_state_1.pth").symlink_to("nowhere")
 
-    with patch.object(_directories, "os", storage if is_first and what == "publishing" else os):
+    with patch.object(_saves, "os", storage if is_first and what == "publishing" else os):
         try:
             facts = _failure_of(partial(commit_directory, saves, path, 2, interfere))
         finally:

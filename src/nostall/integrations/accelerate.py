@@ -19,8 +19,7 @@ from typing import Any
 
 from torch.distributed.fsdp import StateDictType
 
-from nostall.integrations._directories import DirectorySaves
-from nostall.integrations._saves import missing
+from nostall.integrations._saves import DirectorySaves, missing
 
 __all__ = ["NostallAccelerator"]
 

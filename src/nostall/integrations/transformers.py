@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from nostall.integrations._directories import DirectorySaves
-from nostall.integrations._saves import missing
+from nostall.integrations._saves import DirectorySaves, missing
 
 __all__ = ["NostallTrainer"]
 
