@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._cli.convert import to_checkpoint
-from nostall._read.objects import Broken, loaded_safely
+from nostall._read.archives import Broken, loaded_safely
 from nostall._storage.damage import damage_of_container
 from nostall.errors import DamagedCheckpointError, UntrustedObjectError
 from stress.fuzz_inputs import _named, _text

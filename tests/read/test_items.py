@@ -35,9 +35,8 @@ import nostall
 from nostall._memory.uploads import Uploads
 from nostall._read.archives import OpenFile
 from nostall._read.inflight import Workers
-from nostall._read.plan import Wanted
+from nostall._read.plan import Wanted, overlapping, span_of
 from nostall._read.reading import PIECE_NBYTES
-from nostall._read.targets import overlapping, span_of
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 from nostall.filesystem_reader import Verify
 from support.interrupts import interrupted, takes_a_lock

@@ -25,7 +25,7 @@ from nostall._cli.items import Item, damage_of, open_checkpoint, require_covered
 from nostall._cli.output import Answer, progress
 from nostall._model.names import METADATA_NAME, SAFETENSORS_SUFFIX, SHARD_SUFFIX
 from nostall._model.wording import counted, some
-from nostall._read.objects import unloadable
+from nostall._read.archives import unloadable
 from nostall._storage.damage import ChecksumMissing, NoArchive, damage_of_container
 from nostall._storage.locations import is_address, storage_at
 from nostall._storage.port import as_stream, may_have, open_to_read, read_metadata

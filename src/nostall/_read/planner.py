@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from nostall import _torch
 from nostall._model.wording import some
-from nostall._read.objects import object_in
+from nostall._read.archives import object_in
 from nostall.errors import OptionError
 
 TRUST_HINT = (

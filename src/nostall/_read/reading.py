@@ -30,16 +30,21 @@ from nostall._model.checksum import combine
 from nostall._model.progress import ReadCounter
 from nostall._read.archives import DESCRIPTOR, HEAD_NBYTES, Archives, OpenFile, is_whole, sliced
 from nostall._read.inflight import InFlight, Read, Workers
-from nostall._read.plan import REGION_NBYTES, SMALL_NBYTES, Form, Wanted, regions, rotated
-from nostall._read.planner import Planner
-from nostall._read.targets import (
+from nostall._read.plan import (
+    REGION_NBYTES,
+    SMALL_NBYTES,
+    Form,
+    Wanted,
     bring,
     note_changes,
     overlapping,
+    regions,
     require_usable,
+    rotated,
     span_of,
     without_gradient,
 )
+from nostall._read.planner import Planner
 from nostall._storage.port import ReadableFiles
 
 _OF_TENSORS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
