@@ -27,7 +27,7 @@ from torch.utils.serialization import config
 
 import nostall
 from nostall._model.checksum import combine_hash
-from nostall._plan.container import build_container
+from nostall._plan.formats import build_container
 from nostall._plan.items import container_skeleton
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError

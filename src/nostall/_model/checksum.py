@@ -9,7 +9,7 @@ so that several threads can checksum one tensor. Only the powers of ``x`` are co
 depend on the length alone (zlib's ``crc32_combine`` is the reference).
 
 To seal a container is to fill in the bytes that depend on its payload's CRC-32.
-``nostall._plan.container`` describes and locates them; the writer process fills them in.
+``nostall._plan.formats`` describes and locates them; the writer process fills them in.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class Seal(NamedTuple):
 
     Beside each record's CRC-32, torch stores a ``.data/serialization_id`` record: 20 digits that
     depend only on the record names, and 20 digits of a running hash over all CRCs. See
-    ``nostall._plan.container``.
+    ``nostall._plan.formats``.
     """
 
     payload_crc_at: tuple[int, int]

@@ -1,1 +1,1 @@
-"""From a state dict to the places of its items in files. ``layout`` and ``container`` are pure."""
+"""From a state dict to the places of its items in files. ``layout`` and ``formats`` are pure."""

@@ -35,8 +35,7 @@ from nostall._model.values import (
     TensorForm,
 )
 from nostall._model.wording import some
-from nostall._plan.container import build_container
-from nostall._plan.safetensors import entry_of
+from nostall._plan.formats import build_container, entry_of
 from nostall.errors import StagingError
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from nostall._model.jobs import Seal, SealTable, page_aligned
 from nostall._model.names import FileFormat
 from nostall._model.values import FileLayout, ItemShape, Layout, Slot
-from nostall._plan.safetensors import header_of, order_of
+from nostall._plan.formats import header_of, order_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
