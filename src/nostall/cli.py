@@ -16,9 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from nostall._cli.listing import require_there
+from nostall._cli.listing import POLICIES, parse_policies, require_there
 from nostall._cli.output import NotThere, Status, print_error, printable
-from nostall._cli.prune import POLICIES, parse_policies
 from nostall._storage.locations import is_address, place_of, require_possible
 from nostall._version import __version__
 from nostall.errors import NostallError, OptionError, UnknownMetadataError
@@ -31,7 +30,7 @@ _COMMANDS = {
     "inspect": ("items", "show names, shapes, dtypes, sharding, sizes and files"),
     "diff": ("items", "compare two checkpoints: - only in A, + only in B, ! structure, ~ values"),
     "verify": ("listing", "read every byte of a checkpoint, or of all in a directory"),
-    "prune": ("prune", "remove checkpoints that no policy keeps; by default a dry run"),
+    "prune": ("listing", "remove checkpoints that no policy keeps; by default a dry run"),
     "convert": ("convert", "convert a directory to a torch.save or safetensors file, or back"),
 }
 """The module below ``nostall._cli`` with the function of a command, and its help."""

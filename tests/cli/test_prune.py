@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 
 import nostall
 from cli.conftest import Run
-from nostall._cli.listing import Listed, State
-from nostall._cli.prune import parse_policies, reasons, why_kept
+from nostall._cli.listing import Listed, State, parse_policies, reasons, why_kept
 from support.permissions import without_permission
 from support.states import save_stock_way
 
