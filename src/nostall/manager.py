@@ -35,8 +35,7 @@ from nostall._manager.policies import (
     policies_of,
 )
 from nostall._manager.retention import Retention
-from nostall._manager.saves import FailingPlanner, SaveHandle
-from nostall._manager.steps import RootLock, StepDirectories, step_of
+from nostall._manager.steps import FailingPlanner, RootLock, SaveHandle, StepDirectories, step_of
 from nostall._model.threads import uninterrupted
 from nostall._queue.ending import together
 from nostall._ranks.failures import sendable

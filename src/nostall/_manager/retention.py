@@ -25,8 +25,7 @@ from nostall._manager.policies import (
     steps_to_keep,
     unseen_metrics,
 )
-from nostall._manager.saves import SaveHandle
-from nostall._manager.steps import StepDirectories
+from nostall._manager.steps import SaveHandle, StepDirectories
 from nostall._model.threads import is_done, spawn, uninterrupted
 from nostall.errors import DamagedCheckpointError, SaveTimeoutError, UntrustedMetadataError
 
