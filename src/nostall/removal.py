@@ -19,7 +19,7 @@ from nostall._storage.posix import HeldDirectory
 from nostall.errors import OptionError, WriteError
 
 if TYPE_CHECKING:
-    from nostall._storage.objects.object_storage import ObjectStorage
+    from nostall._storage.object_storage import ObjectStorage
 
 __all__ = ["remove_checkpoint"]
 

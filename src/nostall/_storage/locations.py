@@ -19,7 +19,7 @@ from nostall._storage.port import Storage
 from nostall.errors import OptionError
 
 if TYPE_CHECKING:
-    from nostall._storage.objects.object_storage import ObjectStorage
+    from nostall._storage.object_storage import ObjectStorage
 
 _FILE = "file://"
 _LOST_SLASH = re.compile(r"(s3|gs|az|msc|file):/[^/]")
@@ -168,7 +168,7 @@ def _place_at(address: str) -> str:
             f"addresses that begin with {protocol}:// need the package {package}", hint=hint
         ) from error
     if protocol == "msc":
-        from nostall._storage.objects import over_msc
+        from nostall._storage import over_msc
 
         return over_msc.directory_of(place) or place
     return place
@@ -213,15 +213,15 @@ def storage_at(place: str, *, sync: bool = True, direct: bool = False) -> Storag
 def object_storage_at(place: str) -> ObjectStorage:
     """The storage at an address; raises as :func:`storage_at`."""
     # Here and not at the top: no save to a file system needs them.
-    from nostall._storage.objects.object_storage import ObjectStorage
+    from nostall._storage.object_storage import ObjectStorage
 
     protocol, _, rest = place.partition("://")
     if protocol == "msc":
-        from nostall._storage.objects.over_msc import MscClient
+        from nostall._storage.over_msc import MscClient
 
         profile, _, key = rest.partition("/")
         return ObjectStorage(place, f"{key}/" if key else "", MscClient(f"msc://{profile}"))
-    from nostall._storage.objects.over_obstore import ObstoreClient
+    from nostall._storage.over_obstore import ObstoreClient
 
     key = rest.partition("/")[2]
     client = ObstoreClient(_bucket_of(place), storage_options_of(place))
@@ -254,7 +254,7 @@ def _set_storage_options(place: str, options: Mapping[str, Any]) -> None:
             path=place,
             hint="leave them out; profiles of msc:// are in its own configuration",
         )
-    from nostall._storage.objects import over_obstore
+    from nostall._storage import over_obstore
 
     try:
         plain = json.dumps(dict(options))

@@ -17,7 +17,7 @@ from nostall._storage.port import Conflict, Stat, Version, between, may_pass, re
 from nostall.errors import NotDurableError
 
 if TYPE_CHECKING:
-    from nostall._storage.objects import over_msc, over_obstore
+    from nostall._storage import over_msc, over_obstore
 
     Client: TypeAlias = over_obstore.ObstoreClient | over_msc.MscClient
 
