@@ -27,9 +27,8 @@ import nostall
 from benchmarks.group import Group
 from benchmarks.report import Column, Report, Row, Sample, attempt
 from nostall import _torch
-from nostall._commit.local_plans import compact, sharing
+from nostall._commit.columns import Results, ResultsReference, compact, in_columns, sharing
 from nostall._commit.publication import KnownResults
-from nostall._commit.results import Results, ResultsReference, in_columns
 from nostall._engine import default_engine
 from nostall._model.threads import no_collection
 from nostall._model.values import RankFiles, SaveId, WrittenFile

@@ -17,9 +17,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from nostall import _torch
-from nostall._commit.local_plans import matches_loaded
+from nostall._commit.columns import (
+    RankOutcome,
+    Results,
+    ResultsReference,
+    in_columns,
+    matches_loaded,
+    token_of,
+)
 from nostall._commit.publication import KnownResults
-from nostall._commit.results import RankOutcome, Results, ResultsReference, in_columns, token_of
 from nostall._engine import default_engine
 from nostall._plan.planner import vouch_for
 from nostall._queue.callers import commits

@@ -24,16 +24,16 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.local_plans import LocalPlans
-from nostall._commit.metadata import PLANS_KEY, load_metadata
-from nostall._commit.publication import KnownResults, complete_metadata, publication_of
-from nostall._commit.results import (
+from nostall._commit.columns import (
+    LocalPlans,
     ResultColumns,
     Results,
     ResultsReference,
     StorageData,
     in_columns,
 )
+from nostall._commit.metadata import PLANS_KEY, load_metadata
+from nostall._commit.publication import KnownResults, complete_metadata, publication_of
 from support.indexes import index_of, metadata, small
 from support.states import small_state
 

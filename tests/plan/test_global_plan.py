@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from nostall._commit.local_plans import (
+from nostall._commit.columns import (
     LocalPlans,
     PlanColumns,
     compact,

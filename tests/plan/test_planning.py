@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from nostall._commit.columns import Results
 from nostall._commit.metadata import PLANS_KEY, local_plans_in
 from nostall._commit.publication import KnownResults, publication_of
-from nostall._commit.results import Results
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,

@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall import _torch
-from nostall._commit.results import Results, ResultsReference
+from nostall._commit.columns import Results, ResultsReference
 from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._save.commit import RankMessage, decoded
 from nostall.errors import SaveError, WriteError

@@ -35,10 +35,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import nostall
 from nostall import _torch
+from nostall._commit.columns import in_columns
 from nostall._commit.indexing import read_index
 from nostall._commit.manifest import with_manifest
 from nostall._commit.publication import Publication, complete_metadata, publication_of
-from nostall._commit.results import in_columns
 from nostall._model import checksum
 from nostall._model.threads import no_collection
 from nostall._model.values import WrittenFile

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
+from nostall._commit.columns import ResultColumns, columns_of, parts_of
 from nostall._commit.index import (
     TRANSFORMS,
     InvalidIndexError,
@@ -29,7 +30,6 @@ from nostall._commit.index import (
 )
 from nostall._commit.manifest import DAMAGED_HINT, Manifest, index_alone
 from nostall._commit.metadata_pickle import HINT
-from nostall._commit.results import ResultColumns, columns_of, parts_of
 from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 
 Entries: TypeAlias = dict[str, TensorStorageMetadata | BytesStorageMetadata]

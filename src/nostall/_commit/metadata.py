@@ -7,7 +7,7 @@ checks the types of the entries. Stock readers have no such limit.
 Frameworks keep every rank's local plan with the metadata (``Metadata.all_local_plans``) to validate
 the plan cache of a resumed run. The dataclass does not declare this attribute, so code that
 rebuilds the dataclass drops it. A checkpoint therefore has them in the planner data, under
-:data:`PLANS_KEY`, as columns (``local_plans``).
+:data:`PLANS_KEY`, as columns (``columns``).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan
 
+from nostall._commit.columns import LocalPlans
 from nostall._commit.index import ItemIndex
 from nostall._commit.indexing import entries_and_places, read_index
-from nostall._commit.local_plans import LocalPlans
 from nostall._commit.manifest import DAMAGED_HINT, split
 from nostall._commit.metadata_pickle import NAMES, unpickle
 from nostall._model.jobs import MOST_NBYTES

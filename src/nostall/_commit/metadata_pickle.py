@@ -207,7 +207,7 @@ def _known() -> Mapping[tuple[str, str], Any]:
     known[properties.__module__, properties.__name__] = _for_class(_Properties)
     for module in ("builtins", "__builtin__"):  # the latter in protocol 2
         known[module, "getattr"] = _stand_in(getattr, _member)
-        known[module, "list"] = list  # of local plans (``_commit/local_plans.py``)
+        known[module, "list"] = list  # of local plans (``_commit/columns.py``)
     for old, new in _torch.OLD_METADATA_NAMES.items():
         known[old] = known[new.__module__, new.__name__]
     # Types of C, whose attributes nothing can set.

@@ -31,12 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
-from nostall._commit.index import WrittenIndex
-from nostall._commit.indexing import indexed
-from nostall._commit.local_plans import LocalPlans
-from nostall._commit.metadata import PLANS_KEY
-from nostall._commit.results import (
+from nostall._commit.columns import (
     OF_RESULTS,
+    LocalPlans,
     Places,
     RankOutcome,
     RankResults,
@@ -50,6 +47,9 @@ from nostall._commit.results import (
     renamed,
     token_of,
 )
+from nostall._commit.index import WrittenIndex
+from nostall._commit.indexing import indexed
+from nostall._commit.metadata import PLANS_KEY
 from nostall._model import checksum
 from nostall._model.names import FileFormat
 from nostall._model.threads import no_collection

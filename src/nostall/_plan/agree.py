@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from nostall import _torch
-from nostall._commit.local_plans import (
+from nostall._commit.columns import (
     CompactPlan,
     LocalPlans,
     PlanColumns,

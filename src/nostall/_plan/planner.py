@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from nostall import _torch
-from nostall._commit.local_plans import SHARD, CompactPlan, PlanColumns
+from nostall._commit.columns import SHARD, CompactPlan, PlanColumns
 from nostall._plan.structure import OPENERS, Opener, Openers, qualified_name
 from nostall.errors import NostallError, RankMismatchError, SaveError
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
+from nostall._commit.columns import RankOutcome, RankResults, ResultsReference, StorageData
 from nostall._commit.commit import (
     collect,
     require_all_present,
@@ -30,7 +31,6 @@ from nostall._commit.description import LazyMetadata, lazy_metadata
 from nostall._commit.manifest import with_manifest
 from nostall._commit.metadata import load_metadata, planned_indices
 from nostall._commit.publication import KnownResults, Publication, complete_metadata, publication_of
-from nostall._commit.results import RankOutcome, RankResults, ResultsReference, StorageData
 from nostall._engine import default_engine
 from nostall._model import checksum
 from nostall._model.threads import no_collection

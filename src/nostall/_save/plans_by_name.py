@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from nostall._commit.local_plans import PlanColumns, compact, in_full
+from nostall._commit.columns import PlanColumns, compact, in_full
 from nostall._commit.publication import KnownResults
 from nostall._plan.agree import reusable_metadata
 from nostall._plan.planner import Share, serialized

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from typing_extensions import assert_never
 
 from nostall import _torch
-from nostall._commit.local_plans import CompactPlan, same_plan
+from nostall._commit.columns import CompactPlan, same_plan
 from nostall._commit.publication import KnownResults
 from nostall._model.values import SaveId
 from nostall._model.wording import also_named

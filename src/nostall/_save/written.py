@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.commit import require_one_result_each
-from nostall._commit.results import (
+from nostall._commit.columns import (
     RankResults,
     ResultColumns,
     Results,
     ResultsReference,
     in_columns,
 )
+from nostall._commit.commit import require_one_result_each
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport
 from nostall._model.names import AS_SAFETENSORS
 from nostall._model.values import Layout, RankFiles, Share, WrittenFile
