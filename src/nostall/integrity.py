@@ -23,7 +23,7 @@ from nostall._commit.checking import (
     size_of,
     unreadable,
 )
-from nostall._commit.committed import committed_latest_first
+from nostall._commit.commit import committed_latest_first
 from nostall._model.checksum import use_fastest
 from nostall._model.names import METADATA_NAME, is_metadata_of_one_rank
 from nostall._model.progress import ReadCounter

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from nostall._commit.committed import found_instead
+from nostall._commit.commit import found_instead
 from nostall._model.threads import no_collection
 from nostall._read.planner import Planner, empty_in, outer_names
 from nostall._storage.locations import identity, is_address, place_of, require_possible

@@ -178,7 +178,7 @@ def test_no_step_is_removed_while_storage_does_not_tell_its_time(
     saved(tmp_path, 1, 2)
     with CheckpointManager(tmp_path, keep=KeepEvery(seconds=7000)) as manager:
         away = OSError(errno.EIO, os.strerror(errno.EIO))
-        with patch("nostall._commit.committed.open_to_read", side_effect=away):
+        with patch("nostall._commit.commit.open_to_read", side_effect=away):
             manager.save(3, numbered(3))
             manager.wait()
         assert manager.all_steps() == [1, 2, 3]

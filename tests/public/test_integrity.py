@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 import nostall
 from nostall import integrity
-from nostall._commit import committed
+from nostall._commit import commit
 from nostall._commit.checking import read_description
 from nostall._commit.manifest import manifest_alone, split
 from nostall._storage import port, posix
@@ -535,7 +535,7 @@ def test_newer_checkpoints_that_are_passed_over_are_named(
 def away(path: Path, operation: str) -> Iterator[None]:
     """Storage does not know files below a directory for a moment."""
     storage = AwayOs(operation, f"{path}/")
-    with patch.object(committed, "os", storage), patch.object(posix, "os", storage):
+    with patch.object(commit, "os", storage), patch.object(posix, "os", storage):
         yield
 
 

@@ -28,7 +28,7 @@ from nostall._cli.output import (
     progress,
     table,
 )
-from nostall._commit.committed import found_instead
+from nostall._commit.commit import found_instead
 from nostall._commit.manifest import Manifest, split
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._model.names import METADATA_NAME

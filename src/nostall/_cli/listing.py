@@ -32,7 +32,7 @@ from nostall._cli.output import (
     progress,
     table,
 )
-from nostall._commit.committed import Order, committed_latest_first, directories_in, found_instead
+from nostall._commit.commit import Order, committed_latest_first, directories_in, found_instead
 from nostall._commit.index import parsed as parsed_index
 from nostall._commit.manifest import index_alone, manifest_alone
 from nostall._manager.policies import (

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
-from nostall._commit.committed import committed_at_s
+from nostall._commit.commit import committed_at_s
 from nostall._engine import default_engine
 from nostall._manager.contents import read_about
 from nostall._manager.policies import (
