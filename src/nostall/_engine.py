@@ -32,7 +32,7 @@ from nostall._model.threads import is_done, spawn_in_torch, uninterrupted
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
 from nostall._ranks.failures import CANCEL_TIMEOUT_S, joined, when_done
-from nostall._writer.child import WriterProcess
+from nostall._writer.trainer_side import WriterProcess
 from nostall.errors import OptionError, SaveAbortedError
 from nostall.options import EngineOptions
 

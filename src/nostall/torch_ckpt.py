@@ -33,7 +33,7 @@ from nostall._storage.posix import (
     remove_leftover,
     sync_name,
 )
-from nostall._writer.child import import_paths
+from nostall._writer.trainer_side import import_paths
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import (
     NotDurableError,

@@ -86,7 +86,7 @@ PLACES = [
     "nostall._memory.snapshot:_places",
     "nostall._save.stage_and_write:job_of",
     "nostall._engine:when_done",
-    "nostall._writer.child:WriterProcess.submit",
+    "nostall._writer.trainer_side:WriterProcess.submit",
     "nostall._engine:Engine.submit",
 ]
 

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 
 from nostall._model.jobs import Failure, FileImage, SealTable, WriteJob
-from nostall._writer.child import ChildProcess
 from nostall._writer.main import _Writer
 from nostall._writer.messages import (
     MAX_MESSAGE_NBYTES,
@@ -26,6 +25,7 @@ from nostall._writer.messages import (
     Receiver,
     send,
 )
+from nostall._writer.trainer_side import ChildProcess
 from nostall.errors import ProtocolError
 
 Wire = tuple[socket.socket, socket.socket]

@@ -25,7 +25,6 @@ from typing import Any
 from nostall._memory.arena import memory_descriptor
 from nostall._model.jobs import Failure
 from nostall._model.threads import is_done
-from nostall._writer.child import ENCODING, ChildProcess, import_paths
 from nostall._writer.messages import (
     Answer,
     Call,
@@ -34,6 +33,7 @@ from nostall._writer.messages import (
     say_ready,
     send,
 )
+from nostall._writer.trainer_side import ENCODING, ChildProcess, import_paths
 from nostall.errors import StagingError
 
 _DRAIN_TIMEOUT_S = 1800.0

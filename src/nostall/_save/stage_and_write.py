@@ -38,9 +38,9 @@ from nostall._ranks.failures import await_report, error_of, failure_of, joined, 
 from nostall._save.prepared import PreparedSave, SaveTarget
 from nostall._storage.deadlines import remove_in_time
 from nostall._storage.locations import is_address, storage_options_of
-from nostall._writer.child import import_paths
 from nostall._writer.files import perform
 from nostall._writer.seals import WholeImage
+from nostall._writer.trainer_side import import_paths
 from nostall.errors import NostallError, SaveAbortedError, StagingError
 
 # --- take the snapshot ----------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import error_of, failure_of
 from nostall._storage.deadlines import in_time
 from nostall._storage.locations import is_address, local_tier_of, place_of, storage_options_of
-from nostall._writer.child import ChildProcess, bare_arguments, import_paths
 from nostall._writer.messages import Message
+from nostall._writer.trainer_side import ChildProcess, bare_arguments, import_paths
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
 from nostall.tier._copying import Ask, Job, News
 from nostall.tier._local import LOCK, RECORD, Record, committed_in, is_locked, names_in, open_own
