@@ -33,7 +33,7 @@ from nostall._engine import default_engine
 from nostall._model.threads import no_collection
 from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import global_plan_of, reusable_metadata, with_local_plans
-from nostall._save.commit import RankMessage, commit_split_save
+from nostall._save.decide import RankMessage, commit_split_save
 from nostall._save.plans_by_name import GroupPlans, PlanAnswer, PlanQuestion, SentPlan
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession

@@ -33,7 +33,7 @@ from nostall._plan.items import require_representable
 from nostall._queue.ending import report_loss
 from nostall._queue.sigterm import preemption
 from nostall._ranks.group import SingleProcess, coordination_for
-from nostall._save.commit import commit_results
+from nostall._save.decide import commit_results
 from nostall._save.prepared import Beside, OwnOptions, settings_of
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.written import WrittenItems, write_results

@@ -32,7 +32,7 @@ from nostall._queue.callers import commits
 from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import coordination_of, require_members
-from nostall._save.commit import Ending, RankMessage, commit_split_save, decoded
+from nostall._save.decide import Ending, RankMessage, commit_split_save, decoded
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import CheckpointMetadataCache, SaveSession, plan_save

@@ -238,7 +238,7 @@ def test_a_failure_after_the_commit_removes_nothing(
         publish_metadata(*args, **options)
         raise LookupError("after the commit")
 
-    monkeypatch.setattr("nostall._save.commit.publish", publish_and_fail)
+    monkeypatch.setattr("nostall._save.decide.publish", publish_and_fail)
     with pytest.raises((CheckpointException, LookupError), match="after the commit"):
         save(tmp_path / "saved", small_state(1))
     assert verify(tmp_path / "saved").ok

@@ -844,7 +844,7 @@ def test_a_copied_root_keeps_the_times_of_its_steps(tmp_path: Path) -> None:
     began_s = 1_700_000_000.0
     with CheckpointManager(tmp_path / "root") as manager:
         for step in range(4):
-            with patch("nostall._save.commit.time.time", lambda hour=step: began_s + 3600 * hour):
+            with patch("nostall._save.decide.time.time", lambda hour=step: began_s + 3600 * hour):
                 saved(manager, step)
     shutil.copytree(tmp_path / "root", tmp_path / "copy")
     with CheckpointManager(tmp_path / "copy", keep=KeepEvery(seconds=7000)) as manager:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.planner import SavePlan
 
 import nostall
-from nostall._save import commit
+from nostall._save import decide
 from nostall._save.plans_by_name import GroupPlans
 from nostall.errors import SaveError
 from programs.plans_by_name import plannings
@@ -177,7 +177,7 @@ def test_a_first_commit_that_fails_costs_no_later_save(
     """The rank may ask for the plan of that save, though others were made since."""
     one, other = {"w": torch.ones(3)}, {"v": torch.ones(3)}
     with monkeypatch.context() as patched:
-        patched.setattr(commit, "_require_written_here", _refuse)
+        patched.setattr(decide, "_require_written_here", _refuse)
         with pytest.raises(CheckpointException, match="elsewhere"):
             _save(tmp_path / "failed", one, nostall.SavePlanner(), {})
     for name, state in (("other", other), ("another", {"u": torch.ones(3)}), ("one", one)):

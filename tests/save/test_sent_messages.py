@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from nostall import _torch
 from nostall._commit.columns import Results, ResultsReference
 from nostall._model.values import RankFiles, SaveId, WrittenFile
-from nostall._save.commit import RankMessage, decoded
+from nostall._save.decide import RankMessage, decoded
 from nostall.errors import SaveError, WriteError
 
 REFERENCE = ResultsReference(token="0" * 32, files=("__0_0.distcp",))

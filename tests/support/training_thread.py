@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from nostall._save import commit
+from nostall._save import decide
 
 _WITH_CONTENT = ("all_gather", "broadcast", "gather", "scatter")
 
@@ -35,7 +35,7 @@ def work_for_saves() -> Iterator[Counter[str]]:
         return call
 
     counted = [(dist, name, name) for name in _WITH_CONTENT]
-    counted += [(commit, "publication_of", "pickle"), (commit, "publish", "publish")]
+    counted += [(decide, "publication_of", "pickle"), (decide, "publish", "publish")]
     with ExitStack() as patched:
         for module, name, what in counted:
             original = getattr(module, name)

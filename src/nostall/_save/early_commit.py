@@ -26,7 +26,7 @@ from nostall._model.values import MOST_SERIES, SaveId
 from nostall._ranks.agreement import PATIENCE_S
 from nostall._ranks.failures import CANCEL_TIMEOUT_S
 from nostall._ranks.group import Records
-from nostall._save.commit import Ending
+from nostall._save.decide import Ending
 from nostall._storage.deadlines import in_time
 from nostall.errors import NotDurableError, SaveTimeoutError
 
