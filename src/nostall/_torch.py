@@ -50,9 +50,7 @@ try:
     from torch import _is_functional_tensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor import ShardedTensor as ShardedTensor
-    from torch.distributed.checkpoint._nested_dict import (
-        flatten_state_dict as flatten_state_dict,
-    )
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten_state_dict
     from torch.distributed.checkpoint.filesystem import (
         CURRENT_DCP_VERSION,
         _metadata_fn,

@@ -16,23 +16,12 @@ import torch
 
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
-from nostall._model.jobs import (
-    FileImage,
-    RankFailed,
-    RankReport,
-    SealTable,
-    WriteJob,
-)
+from nostall._model.jobs import FileImage, RankFailed, RankReport, SealTable, WriteJob
 from nostall._model.progress import State
 from nostall._model.threads import is_done, spawn_or_run, uninterrupted
 from nostall._save.split_save import BackgroundSave
 from nostall._storage.locations import absolute, without_links
-from nostall._storage.posix import (
-    give_name,
-    make_name_durable,
-    remove_leftover,
-    sync_name,
-)
+from nostall._storage.posix import give_name, make_name_durable, remove_leftover, sync_name
 from nostall._writer.trainer_side import import_paths
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import (

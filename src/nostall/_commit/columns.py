@@ -26,12 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch

@@ -26,14 +26,7 @@ from torch.utils.serialization import config
 
 from nostall import _torch
 from nostall._model.names import FileFormat
-from nostall._model.values import (
-    Container,
-    ItemShape,
-    PlannedSave,
-    Share,
-    TensorEntry,
-    TensorForm,
-)
+from nostall._model.values import Container, ItemShape, PlannedSave, Share, TensorEntry, TensorForm
 from nostall._model.wording import some
 from nostall._plan.formats import build_container, entry_of
 from nostall.errors import StagingError

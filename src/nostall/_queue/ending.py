@@ -30,14 +30,7 @@ from nostall._model.threads import is_done
 from nostall._model.wording import counted
 from nostall._queue.callers import Call, committed_by
 from nostall._queue.sigterm import STATUS, is_interpreter_ending, preemption
-from nostall._ranks.agreement import (
-    PATIENCE_S,
-    Question,
-    Scheduled,
-    View,
-    leaving,
-    share_failure,
-)
+from nostall._ranks.agreement import PATIENCE_S, Question, Scheduled, View, leaving, share_failure
 from nostall._ranks.failures import raise_everywhere
 from nostall._ranks.group import Coordination, coordination_for
 from nostall.errors import SaveAbortedError, SaveTimeoutError

@@ -27,12 +27,7 @@ from nostall._commit.metadata import referenced_files
 from nostall._commit.publication import Publication
 from nostall._engine import default_engine
 from nostall._model.jobs import Faults
-from nostall._model.names import (
-    METADATA_SUFFIX,
-    is_draft,
-    is_given_to_shards,
-    is_ours_to_remove,
-)
+from nostall._model.names import METADATA_SUFFIX, is_draft, is_given_to_shards, is_ours_to_remove
 from nostall._model.values import RankFiles
 from nostall._storage import directories
 from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time

@@ -40,13 +40,7 @@ from nostall._plan.agree import (
     plan_together,
     plans_alone,
 )
-from nostall._plan.planner import (
-    PlannerKey,
-    as_save_error,
-    planner_failures,
-    planner_key,
-    vouched,
-)
+from nostall._plan.planner import PlannerKey, as_save_error, planner_failures, planner_key, vouched
 from nostall._ranks.group import Coordination, Membership, Records, coordination_of
 from nostall._save.planner_by_name import SavePlanner as PlannerByName
 from nostall._save.prepared import KnownSave
