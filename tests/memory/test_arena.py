@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from nostall._memory.arena import Arena, Block, Lease, address_of, available_nbytes
+from nostall._model.threads import is_done
 from nostall.errors import ReservationError, SaveAbortedError, SaveTimeoutError
 from support import loaded
-from support.waiting import wait_until
+from support.waiting import stands_in, wait_until
 
 MIB = 1 << 20
 UNIT = 2 * MIB
@@ -39,6 +40,12 @@ def lease(arena: Arena, nbytes: int, *, beyond_limit: bool = False) -> Lease:
     return arena.lease(nbytes, timeout_s=SOON, beyond_limit=beyond_limit)
 
 
+def somebody_waits() -> bool:
+    """Whether another thread has asked for a lease that it does not get yet."""
+    threads = threading.enumerate()
+    return any(stands_in(each, Arena.lease) and stands_in(each, is_done) for each in threads)
+
+
 def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -57,15 +64,6 @@ def test_a_block_has_room_for_what_was_asked_in_whole_units() -> None:
         assert len(block.memory) == expected
         assert os.fstat(block.fd).st_blocks * 512 == expected
         assert not os.get_inheritable(block.fd)
-
-
-def test_two_leases_never_share_memory(arena: Arena) -> None:
-    """Bytes written through one lease do not show in the other."""
-    one, other = lease(arena, 100), lease(arena, 100)
-    one.block.image(0, 3)[:] = b"one"
-    other.block.image(0, 3)[:] = b"two"
-    assert bytes(one.block.image(0, 3)) == b"one"
-    assert one.block.id != other.block.id
 
 
 def test_the_smallest_block_that_fits_is_taken() -> None:
@@ -154,6 +152,7 @@ def test_a_waiting_lease_that_needs_more_than_comes_back_gets_a_larger_block(are
         arena.lease(3 * UNIT, timeout_s=0.02)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lease, arena, 3 * UNIT)
+        wait_until(somebody_waits)
         first.release()
         assert waiting.result(SOON).block.nbytes == 3 * UNIT
     assert second.held
@@ -163,6 +162,7 @@ def test_a_waiting_lease_that_needs_more_than_comes_back_gets_a_larger_block(are
 def test_no_more_blocks_are_out_than_allowed(arena: Arena) -> None:
     """However many threads ask, at most ``max_blocks`` have one, each alone, and all get theirs."""
     lock = threading.Lock()
+    crowded = threading.Event()
     out: list[int] = []
     most: list[int] = []
 
@@ -174,6 +174,8 @@ def test_no_more_blocks_are_out_than_allowed(arena: Arena) -> None:
                 out.append(held.block.id)
                 most.append(len(out))
             held.block.memory[0:1] = bytes([number])
+            wait_until(lambda: crowded.is_set() or somebody_waits() or len(out) > 2)
+            crowded.set()
             with lock:
                 assert held.block.memory[0] == number
                 out.remove(held.block.id)
@@ -260,7 +262,7 @@ def test_closing_wakes_who_waits(arena: Arena) -> None:
     held = [lease(arena, UNIT), lease(arena, UNIT)]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lease, arena, UNIT)
-        wait_until(waiting.running)
+        wait_until(somebody_waits)
         arena.close()
         with pytest.raises(SaveAbortedError):
             waiting.result(SOON / 2)
@@ -416,10 +418,10 @@ def test_leases_can_be_looked_for_while_others_come_and_go() -> None:
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(come_and_go)
-            for _ in range(3000):
-                assert arena.lease_at(address) is fixed[0]
+            coming_and_going = pool.submit(come_and_go)
+            found = {arena.lease_at(address) for _ in range(3000)}
             done.set()
+            coming_and_going.result(SOON)
     finally:
-        done.set()
         sys.setswitchinterval(interval)
+    assert found == {fixed[0]}
