@@ -11,7 +11,6 @@ import gc
 import io
 import pickle
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -159,6 +158,8 @@ def saved_by_stock(path: Path, state: State) -> dict[Any, bytes]:
 
 
 class Changing(threading.Thread):
+        self._turn = threading.Lock()
+        """Whoever stops it has this, so that it cannot begin another round first."""
     """Changes everything, round after round, whenever it is let."""
 
     def __init__(self, change: Callable[[], None]) -> None:
@@ -167,6 +168,8 @@ class Changing(threading.Thread):
         self._is_let = threading.Lock()
         self._is_let.acquire()
         self._is_over = False
+                with self._turn:
+                    pass
         self._rounds = 0
         self._failures: list[BaseException] = []
         self.let = self._is_let.release
@@ -177,13 +180,13 @@ class Changing(threading.Thread):
                 with self._is_let:
                     self._change()
                     self._rounds += 1
-                time.sleep(0.0001)  # whoever waits for the lock gets it
         except BaseException as error:
             self._failures.append(error)
 
     def stop(self) -> None:
         """Until it is let again; returns when it has stopped."""
-        assert self._is_let.acquire(timeout=DEADLINE_S)
+        with self._turn:
+            assert self._is_let.acquire(timeout=DEADLINE_S)
         assert self._failures == []
 
     def wait_for_rounds(self, count: int) -> None:
