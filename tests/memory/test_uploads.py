@@ -62,8 +62,12 @@ def content_of(tensor: torch.Tensor) -> bytes:
 def test_memory_is_used_again_only_when_its_copy_is_made(
     fake: FakeAccelerator, threads: int
 ) -> None:
-    """Many times what is pinned arrives bit by bit, through two buffers per thread."""
+    """Many times what is pinned arrives bit by bit, through two buffers per thread.
+
+    And after what precedes it on the current stream.
+    """
     target, content = on_device(fake, 50 * PART - 7), values(50 * PART - 7)
+    target.fill_(7)
     with small(threads) as uploads:
         fill_all(uploads, target, content, threads)
         uploads.finish(target)
