@@ -116,14 +116,15 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_program_that_metadata_never_is_changes_nothing(program: bytes) -> None:
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_program_that_metadata_never_is_changes_nothing(kind: str) -> None:
     """It is refused, and no class, function or enum member has another attribute."""
     named = [_KNOWN[name] for name in NAMED.values()]
     shared = [*_shared(), *(each for each in named if hasattr(each, "__dict__"))]
     before = _attributes(shared)
-    with pytest.raises(UntrustedMetadataError):
-        load_metadata(TWO + program + END, path="p")
+    reason = "not a member of an enumeration" if kind.startswith("attribute") else None
+    with pytest.raises(UntrustedMetadataError, match=reason):
+        load_metadata(TWO + PROGRAMS[kind] + END, path="p")
     assert _attributes(shared) == before
 
 
