@@ -279,6 +279,7 @@ def test_places_are_a_callers_own() -> None:
     publication = publication_of(complete_metadata(found, [sent(results)]))
     mine: Any = publication.storage_data
     assert type(mine) is StorageData
+    assert "in_full" not in vars(mine)
     assert len(mine) == 4
     assert mine[results[0].index] is mine[results[0].index]
     for copied in (copy(mine), deepcopy(mine), pickle.loads(pickle.dumps(mine)), mine.copy()):
