@@ -425,9 +425,10 @@ def test_ctrl_c_while_requests_are_aborted_leaves_none_of_them(tmp_path: Path) -
             schedule(queue, tmp_path / "one", small_state(1))
         schedule(queue, tmp_path / "other", small_state(2))
         hold.wait_reached()
-        pool.submit(strike)
+        striking = pool.submit(strike)
         with pytest.raises(KeyboardInterrupt):
             queue.close(abort=True)
+        striking.result()
         hold.release()
     assert queue.pending == 0
     wait_until(lambda: nostall.status() == ())
@@ -447,9 +448,10 @@ def test_an_error_in_the_block_does_not_cost_a_checkpoint(tmp_path: Path) -> Non
             wait_until(lambda: stands_in(here, AsyncCallsQueue.__exit__))
             hold.release()
 
-        pool.submit(release)
+        releasing = pool.submit(release)
         with pytest.raises(KeyError, match="mine"), queue:
             raise KeyError("mine")
+        releasing.result()
     assert queue.pending == 0
     assert loaded_wrong(tmp_path / "written", small_state(1), small_state(0)) == []
     assert loaded_wrong(tmp_path / "being written", small_state(2), small_state(0)) == []
@@ -597,11 +599,12 @@ def test_a_wait_that_another_thread_aborts_says_so(
         hold.wait_reached()
         waiting = pool.submit(queue.wait, timeout)
         wait_until(lambda: any(map(waits, threading.enumerate())))
-        pool.submit(abort_all)
+        aborting = pool.submit(abort_all)
         wait_until(lambda: queue.pending == 0)
         index = schedule(queue, tmp_path / "new", small_state(2))
         hold.release()
         error = waiting.exception()
+        aborting.result()
     assert isinstance(error, SaveAbortedError)
     assert "request 0 was aborted by another thread" in str(error)
     assert queue.pending == 1
