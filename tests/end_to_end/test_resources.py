@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._engine import default_engine
-from nostall._memory.arena import Block
+from nostall._memory.arena import Arena, Block
+from nostall._model.threads import is_done
 from nostall.core import AsyncCallsQueue
 from nostall.errors import SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -30,6 +31,7 @@ from support.faults import Hold, inject, writer_pids
 from support.processes import answer_of, resident_nbytes
 from support.ranks import run_script
 from support.states import read_metadata, save_async, schedule, small_state
+from support.waiting import stands_in, wait_until
 
 DEADLINE_S = 60.0
 
@@ -112,12 +114,15 @@ def test_a_save_beyond_max_in_flight_waits_for_the_oldest(tmp_path: Path, allowe
         assert queue.pending == allowed
         later = threading.Thread(target=save_later)
         later.start()
-        assert not returned.wait(0.5)  # a call that does not wait returns well within this
+        waits = (Arena.lease, is_done)
+        wait_until(lambda: returned.is_set() or all(stands_in(later, each) for each in waits))
+        has_waited = not returned.is_set()
         held[0].release()
         assert returned.wait(DEADLINE_S)
         for hold in held[1:]:
             hold.release()
         later.join(DEADLINE_S)
+    assert has_waited
     assert all(holds(tmp_path / f"{seed}", seed) for seed in range(allowed + 1))
 
 

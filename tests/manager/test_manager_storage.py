@@ -16,11 +16,12 @@ import torch
 import nostall
 from nostall import CheckpointManager, KeepEvery, KeepLatest
 from nostall._manager import steps
+from nostall._manager.retention import Retention
 from nostall._storage import posix
 from nostall.errors import OptionError, ReadError, SaveTimeoutError
 from nostall.integrity import Verification
 from nostall.options import EngineOptions
-from support.waiting import AwayOs, HangingOs, error_of, impatient, wait_until
+from support.waiting import AwayOs, HangingOs, error_of, impatient, stands_in, wait_until
 
 
 def numbered(step: int) -> dict[str, Any]:
@@ -90,13 +91,18 @@ def test_a_removal_that_hangs_keeps_the_step_from_being_saved(tmp_path: Path) ->
 
 def test_one_removal_runs_at_a_time(tmp_path: Path) -> None:
     """While it hangs, commits begin no other; a wait ends when all that they left is removed."""
-    storage = HangingOs("unlink", "step-000000001")
+    storage, here = HangingOs("unlink", "step-000000001"), threading.current_thread()
+
+    def answer() -> None:
+        wait_until(lambda: stands_in(here, Retention.wait))
+        storage.answer()
+
     with patch.object(posix, "os", storage), CheckpointManager(tmp_path, keep=KeepLatest(1)) as it:
         for step in (1, 2, 3, 4):
             it.save(step, numbered(step)).result(60)
         removing = [each for each in threading.enumerate() if each.name == "nostall-retention"]
         left = it.all_steps()
-        threading.Timer(0.3, storage.answer).start()
+        threading.Thread(target=answer).start()
         it.wait()
         assert it.all_steps() == [4]
     assert len(removing) == 1

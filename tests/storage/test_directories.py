@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -40,7 +40,7 @@ from support.states import (
     schedule,
     small_state,
 )
-from support.waiting import AwayOs
+from support.waiting import AwayOs, stands_in, wait_until
 
 
 def holds(path: Path, seed: int, tmp_path: Path) -> bool:
@@ -70,7 +70,9 @@ def test_two_threads_that_commit_to_one_directory_take_turns(tmp_path: Path) -> 
             finalizing = pool.submit(first.wait)
             hold.wait_reached()
         waiting = pool.submit(second.wait)
-        assert not wait([waiting], 0.5).done
+        turn: Any = directories.committing
+        wait_until(lambda: any(stands_in(each, turn.__wrapped__) for each in threading.enumerate()))
+        assert not waiting.done()
         hold.release()
         assert finalizing.result(60) == waiting.result(60) == [0]
     assert holds(path, 2, tmp_path)
