@@ -92,7 +92,10 @@ class Job:
         queue: AsyncCallsQueue | None = None,
         is_scheduled: bool = True,
     ) -> SplitSave | None:
-        """Begin the next save, or only plan it; functions run before and after its commit."""
+        """Begin the next save, or only plan it; functions run before and after its commit.
+
+        A plan that is dropped takes its tensors with it, without the garbage collector.
+        """
         path = self.out / (to or f"{self.next}")
         writer = FileSystemWriterAsync(path)
         state = self.state(self.next)
@@ -101,6 +104,9 @@ class Job:
         )
         self.next += 1
         if not is_scheduled:
+            tensor = weakref.ref(state[f"rank{_rank()}"])
+            del writer, state, planned
+            assert tensor() is None
             return None
         save_fn, preload_fn, args = writer.get_save_function_and_args()
         finalize: list[Callable[[], None]] = [*before]
@@ -564,8 +570,7 @@ def counted_differently_in_flight(out: Path) -> dict[str, Any]:
     """Rank 1 has planned a save that nobody else knows of, and two are in flight."""
     job = Job(out)
     if dist.get_rank() == 1:
-        kept = job.save(to="elsewhere", is_scheduled=False)
-        del kept
+        job.save(to="elsewhere", is_scheduled=False)
         job.next -= 1
     saves = [job.save(), job.save()]
     for save in saves:
