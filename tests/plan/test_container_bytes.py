@@ -401,7 +401,7 @@ def test_items_spread_over_files_are_the_same_items(
             assert is_separated == index.fqn.startswith("optimizer")
 
 
-# --- asynchronous saves ---------------------------------------------------------------------------
+# --- each way of saving ---------------------------------------------------------------------------
 
 
 def _changing(step: int) -> dict[str, Any]:
@@ -415,6 +415,10 @@ def _changing(step: int) -> dict[str, Any]:
     return state
 
 
+def _save_now(path: Path, state: dict[str, Any], _queue: AsyncCallsQueue) -> None:
+    save_ours(path, state)
+
+
 def _save_async(path: Path, state: dict[str, Any], _queue: AsyncCallsQueue) -> None:
     save_async(FileSystemWriterAsync(path), state)
 
@@ -424,17 +428,18 @@ def _save_split(path: Path, state: dict[str, Any], queue: AsyncCallsQueue) -> No
     queue.wait()
 
 
-@pytest.mark.parametrize("save", [_save_async, _save_split], ids=["async", "split"])
-def test_asynchronous_saves_store_what_a_sync_save_stores(
+@pytest.mark.parametrize("save", [_save_now, _save_async, _save_split])
+def test_each_way_of_saving_stores_what_stock_stores(
     tmp_path: Path, queue: AsyncCallsQueue, save: Callable[..., None]
 ) -> None:
-    """Staged next to each other first and in place afterwards: files and metadata are stock's."""
+    """Files and metadata are stock's, also of copies staged in place, from the second save on."""
     for step in range(4):
         ours, stock, state = tmp_path / f"ours {step}", tmp_path / f"stock {step}", _changing(step)
         save(ours, state, queue)
         save_stock(stock, state)
         assert shard_files(ours) == shard_files(stock)
         assert_same_metadata(ours, stock)
+        assert _names_in(ours) == _names_in(stock)
 
 
 def assert_same_metadata(ours: Path, stock: Path) -> None:
@@ -451,6 +456,19 @@ def assert_same_metadata(ours: Path, stock: Path) -> None:
     assert mine.storage_meta.checkpoint_id == ours
 
 
+def _names_in(path: Path) -> set[tuple[str, str]]:
+    names = set()
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            names.add((module, name))
+            return super().find_class(module, name)
+
+    with open(path / ".metadata", "rb") as stream:
+        Recorder(stream).load()
+    return names
+
+
 def test_a_staged_copy_can_be_computed_with(tmp_path: Path) -> None:
     """Also where its place suits no processor instruction: complex128 is the critical dtype."""
     writer = FileSystemWriterAsync(tmp_path)
@@ -463,30 +481,6 @@ def test_a_staged_copy_can_be_computed_with(tmp_path: Path) -> None:
             assert torch.equal(staged[name].clone().view(torch.int64), tensor.view(torch.int64))
         del staged
     assert blobs(tmp_path) == {(name, (0,)): saved_alone(z) for name, z in state.items()}
-
-
-# --- metadata -------------------------------------------------------------------------------------
-
-
-def test_metadata_is_stocks(tmp_path: Path) -> None:
-    """Entries, planner data, places and version equal stock's, in stock's own types."""
-    save_stock(tmp_path / "stock", _changing(0))
-    save_ours(tmp_path / "ours", _changing(0))
-    assert_same_metadata(tmp_path / "ours", tmp_path / "stock")
-    assert _names_in(tmp_path / "ours") == _names_in(tmp_path / "stock")
-
-
-def _names_in(path: Path) -> set[tuple[str, str]]:
-    names = set()
-
-    class Recorder(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            names.add((module, name))
-            return super().find_class(module, name)
-
-    with open(path / ".metadata", "rb") as stream:
-        Recorder(stream).load()
-    return names
 
 
 # --- sealing --------------------------------------------------------------------------------------
