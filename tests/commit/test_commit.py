@@ -29,7 +29,6 @@ from nostall._save import publish as publishing
 from nostall._save.publish import files_of
 from nostall._storage import posix
 from nostall._storage.posix import PosixStorage
-from nostall.core import AsyncCallsQueue
 from nostall.errors import (
     CheckpointExistsError,
     IncompleteSaveError,
@@ -41,7 +40,7 @@ from nostall.errors import (
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
 from support.faults import Fault, inject
-from support.states import blobs, read_metadata, schedule, small_state
+from support.states import blobs, read_metadata, save_now, save_split, small_state
 
 # --- the commit itself ----------------------------------------------------------------------------
 
@@ -165,7 +164,7 @@ def test_a_replaced_file_that_stays_does_not_fail_the_save(
     tmp_path: Path, error: Exception
 ) -> None:
     """The new checkpoint is there, and complete; files of the old one that stay cost room only."""
-    save(tmp_path, small_state(1))
+    save_now(tmp_path, small_state(1))
     before = names_in(tmp_path)
 
     def unlink(path: str, *, dir_fd: int | None = None) -> None:
@@ -174,7 +173,7 @@ def test_a_replaced_file_that_stays_does_not_fail_the_save(
         os.unlink(path, dir_fd=dir_fd)
 
     with system(unlink=unlink):
-        save(tmp_path, small_state(2))
+        save_now(tmp_path, small_state(2))
     assert before < names_in(tmp_path)
     assert verify(tmp_path).ok
 
@@ -214,17 +213,7 @@ def watch(directory: Path) -> Iterator[Callable[[], list[tuple[int, str]]]]:
         os.close(fd)
 
 
-def save(path: Path, state: dict[str, Any], **options: Any) -> None:
-    dcp.save(state, storage_writer=FileSystemWriterAsync(path, **options), no_dist=True)
-
-
-def save_by_queue(path: Path, state: dict[str, Any], **options: Any) -> None:
-    with AsyncCallsQueue() as queue:
-        schedule(queue, path, state, **options)
-        queue.maybe_finalize_async_calls(blocking=True)
-
-
-SAVES = pytest.mark.parametrize("save", [save, save_by_queue], ids=["sync", "queue"])
+SAVES = pytest.mark.parametrize("save", [save_now, save_split], ids=["sync", "queue"])
 
 
 @SAVES
@@ -303,7 +292,7 @@ def test_a_checkpoint_of_stock_is_replaced_like_ours(tmp_path: Path) -> None:
     stock = dcp.FileSystemWriter(tmp_path, thread_count=3)
     dcp.save(small_state(1), storage_writer=stock, no_dist=True)
     old = files_named_by(tmp_path)
-    save(tmp_path, small_state(2))
+    save_now(tmp_path, small_state(2))
     assert not old & names_in(tmp_path)
     assert_loads(tmp_path, small_state(2))
 
@@ -313,7 +302,7 @@ def test_foreign_files_in_the_directory_stay(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "__7_0.distcp").write_text("somebody else's")
     for seed in range(3):
-        save(tmp_path, small_state(seed))
+        save_now(tmp_path, small_state(seed))
     assert (tmp_path / "config.json").read_text() == "{}"
     assert (tmp_path / "__7_0.distcp").read_text() == "somebody else's"
 
@@ -359,7 +348,7 @@ def test_metadata_that_cannot_be_published_fails_the_save(tmp_path: Path) -> Non
     """The error reaches the caller as ours, with the file and the errno, and no draft is left."""
     (tmp_path / ".metadata" / "in the way").mkdir(parents=True)
     with pytest.raises(CheckpointException) as caught:
-        save(tmp_path, small_state())
+        save_now(tmp_path, small_state())
     error = caught.value.failures[0][0]
     assert isinstance(error, WriteError)
     assert error.path == str(tmp_path / ".metadata")
@@ -444,7 +433,7 @@ def test_metadata_that_cannot_be_read_names_no_files(tmp_path: Path) -> None:
         path.write_bytes(content)
         assert files_of(files, ".metadata") == set()
     assert not (tmp_path / "ran").exists()
-    save(tmp_path, small_state())
+    save_now(tmp_path, small_state())
     assert_loads(tmp_path, small_state())
 
 
@@ -456,7 +445,7 @@ def test_overwriting_removes_nothing_outside_of_the_directory(tmp_path: Path) ->
     absolute = str(tmp_path / "precious")
     metadata = metadata_naming(absolute, "__0_0.distcp", *OUTSIDE, *NO_SHARDS)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    save(path, small_state())
+    save_now(path, small_state())
     assert (tmp_path / "precious").read_text() == "kept"
     assert names_in(path) == files_named_by(path) | {".metadata", "a"}
     assert_loads(path, small_state())

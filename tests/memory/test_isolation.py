@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,7 +38,7 @@ from nostall.state_dict_saver import (
 from programs.entry_points import leaves, loaded_wrong
 from programs.faults import kill_and_wait
 from support.faults import Hold, inject, writer_pids
-from support.states import blobs, read_metadata, schedule, small_state
+from support.states import blobs, blobs_by_stock, read_metadata, schedule, small_state
 from support.waiting import wait_until
 
 State = dict[str, Any]
@@ -151,15 +150,7 @@ def differences(path: Path, expected: State) -> list[str]:
     return wrong + ["an item too many"] * surplus
 
 
-def saved_by_stock(path: Path, state: State) -> dict[Any, bytes]:
-    """The items that a synchronous save by stock DCP stores for the state's present values."""
-    dcp.save(state, storage_writer=FileSystemWriter(path))
-    return blobs(path)
-
-
 class Changing(threading.Thread):
-        self._turn = threading.Lock()
-        """Whoever stops it has this, so that it cannot begin another round first."""
     """Changes everything, round after round, whenever it is let."""
 
     def __init__(self, change: Callable[[], None]) -> None:
@@ -167,9 +158,9 @@ class Changing(threading.Thread):
         self._change = change
         self._is_let = threading.Lock()
         self._is_let.acquire()
+        self._turn = threading.Lock()
+        """Whoever stops it has this, so that it cannot begin another round first."""
         self._is_over = False
-                with self._turn:
-                    pass
         self._rounds = 0
         self._failures: list[BaseException] = []
         self.let = self._is_let.release
@@ -177,6 +168,8 @@ class Changing(threading.Thread):
     def run(self) -> None:
         try:
             while not self._is_over:
+                with self._turn:
+                    pass
                 with self._is_let:
                     self._change()
                     self._rounds += 1
@@ -342,7 +335,7 @@ def test_five_saves_with_one_cache_each_hold_the_state_of_their_time(
     pids = []
     with AsyncCallsQueue() as queue:
         for number, change in enumerate(CHANGES):
-            expected = saved_by_stock(tmp_path / f"expected {number}", everything.state)
+            expected = blobs_by_stock(tmp_path / f"expected {number}", everything.state)
             schedule(queue, tmp_path / f"saved {number}", everything.state, cache=cache)
             change(everything)
             queue.wait()
@@ -384,7 +377,7 @@ def test_source_tensors_are_free_once_the_save_call_has_returned(
     saving = way(staging)
     for number in range(3):  # the last one into memory and places of the first
         state, storages = a_state_and_its_storages()
-        expected = saved_by_stock(tmp_path / f"expected {number}", state)
+        expected = blobs_by_stock(tmp_path / f"expected {number}", state)
         with Hold() as hold, inject(hold.fault):
             saving.start(tmp_path / f"saved {number}", state)
             hold.wait_reached()
@@ -468,7 +461,7 @@ def test_a_buffer_that_the_planner_uses_again_is_not_a_part_of_the_checkpoint(
 ) -> None:
     """Serialised objects are copied when resolved, so a planner may use one buffer for all."""
     state = {f"object {number}": {"number": number} for number in range(4)}
-    expected = saved_by_stock(tmp_path / "expected", state)
+    expected = blobs_by_stock(tmp_path / "expected", state)
     planner = ReusingPlanner()
     with Hold() as hold, inject(hold.fault), AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "saved", state, planner=planner)

@@ -43,7 +43,7 @@ from support import loaded
 from support.faults import Fault, Hold, inject
 from support.interrupts import interrupt_the_wait, interrupted
 from support.ranks import TESTS, run_ranks
-from support.states import blobs, schedule, small_state
+from support.states import blobs, blobs_by_stock, schedule, small_state
 from support.waiting import is_inside
 
 DEADLINE_S = 60.0
@@ -71,11 +71,6 @@ def staging_held_up(queue: AsyncCallsQueue, path: Path) -> Iterator[Hold]:
         yield hold
 
 
-def by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
-    dcp.save(state, checkpoint_id=path, no_dist=True)
-    return blobs(path)
-
-
 def test_the_call_returns_before_the_snapshot_is_taken(tmp_path: Path) -> None:
     """And what is saved is what was there, objects as they were when it was called."""
     state = small_state(1)
@@ -88,7 +83,7 @@ def test_the_call_returns_before_the_snapshot_is_taken(tmp_path: Path) -> None:
         nostall.wait_staged(60)
         state["weight"].zero_()
         queue.wait()
-    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", small_state(1))
+    assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", small_state(1))
 
 
 @pytest.mark.parametrize("name", ["weight", "view", "nested.list.0"])
@@ -110,7 +105,7 @@ def test_a_tensor_that_is_changed_too_early_fails_the_save(tmp_path: Path, name:
     assert not (tmp_path / "save" / ".metadata").exists()
     schedule(queue, tmp_path / "next", state, staging="overlapped")
     queue.close()
-    assert blobs(tmp_path / "next") == by_stock(tmp_path / "stock", state)
+    assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", state)
 
 
 def test_one_rank_that_forgets_to_wait_fails_the_save_on_all(tmp_path: Path) -> None:
@@ -134,7 +129,7 @@ def test_small_tensors_may_be_changed_when_the_call_has_returned(tmp_path: Path)
     state = small_state(1)
     with torch.inference_mode():
         state["uncounted"] = torch.ones(MUCH)
-    expected = by_stock(tmp_path / "stock", state)
+    expected = blobs_by_stock(tmp_path / "stock", state)
     with AsyncCallsQueue() as queue, staging_held_up(queue, tmp_path / "first") as hold:
         schedule(queue, tmp_path / "save", state, staging="overlapped")
         for name in ("weight", "view", "transposed", "step"):
@@ -314,7 +309,7 @@ def test_an_abort_while_the_snapshot_is_taken_writes_nothing(tmp_path: Path) -> 
     assert not list((tmp_path / "save").glob("*"))
     schedule(queue, tmp_path / "next", small_state(2), staging="overlapped")
     queue.close()
-    assert blobs(tmp_path / "next") == by_stock(tmp_path / "stock", small_state(2))
+    assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", small_state(2))
 
 
 def test_an_unknown_way_of_staging_is_refused() -> None:
@@ -372,7 +367,7 @@ def test_waves_of_a_save_that_fails_are_given_up_before_its_names_are_free(tmp_p
     assert not list((tmp_path / "save").glob("*"))
     assert not default_engine().is_writing
     dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "save"), no_dist=True)
-    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", state)
+    assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", state)
 
 
 def test_data_that_is_replaced_during_staging_is_not_what_is_saved(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import nostall
 from nostall._save import decide
 from nostall._save.plans_by_name import GroupPlans
 from nostall.errors import SaveError
-from programs.plans_by_name import plannings
+from programs.plans_by_name import Rebuilding, plannings
 from support.ranks import on_ranks
 from support.states import blobs, read_metadata, small_state
 
@@ -219,18 +219,10 @@ def test_a_subclass_plans_every_save(tmp_path: Path) -> None:
         assert found["w"].tolist() == [2.0] * 3
 
 
-class _Rebuilding(dcp.FileSystemWriter):
-    """A writer that makes new plans of those that it gets."""
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        plans = super().prepare_global_plan(plans)
-        return [SavePlan([*each.items], each.storage_data, each.planner_data) for each in plans]
-
-
 def test_a_writer_that_makes_new_plans_of_known_ones_saves_all_items(tmp_path: Path) -> None:
     """An answer to a question has no items; taken literally, the checkpoint would be empty."""
     nostalls, planner = nostall.FileSystemWriterAsync, nostall.SavePlanner()
-    for number, writer in enumerate((nostalls, _Rebuilding, nostalls)):
+    for number, writer in enumerate((nostalls, Rebuilding, nostalls)):
         path = tmp_path / f"{number}"
         dcp.save(small_state(), storage_writer=writer(path), planner=planner, no_dist=True)
         assert blobs(path) == blobs(tmp_path / "0")

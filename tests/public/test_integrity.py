@@ -40,13 +40,8 @@ from nostall.integrity import State
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.manifests import with_manifest_of
 from support.permissions import without_permission
-from support.states import read_metadata, schedule, small_state
+from support.states import read_metadata, save_split, schedule, small_state
 from support.waiting import AwayOs, RememberingOs
-
-
-def by_queue(path: Path, state: dict[str, Any], **options: Any) -> None:
-    with AsyncCallsQueue() as queue:
-        schedule(queue, path, state, **options)
 
 
 def by_save(
@@ -71,7 +66,7 @@ def by_stock(path: Path, state: dict[str, Any], **options: Any) -> None:
     by_save(path, state, kind=dcp.FileSystemWriter, **options)
 
 
-WAYS = [by_queue, by_save, by_async_save, by_stock]
+WAYS = [save_split, by_save, by_async_save, by_stock]
 Way = Callable[..., None]
 
 
@@ -149,7 +144,7 @@ def test_no_bit_of_a_checkpoint_with_a_manifest_can_flip_unseen(
     """Shard files and metadata, containers and manifest included."""
     path = tmp_path_factory.getbasetemp() / "flips"
     if not path.exists():
-        by_queue(path, small_state(), thread_count=2)
+        save_split(path, small_state(), thread_count=2)
     files = sorted(path.iterdir())
     at = int(where * sum(file.stat().st_size for file in files))
     for file in files:
@@ -166,7 +161,7 @@ def test_no_bit_of_a_checkpoint_with_a_manifest_can_flip_unseen(
 
 def test_no_bit_of_the_metadata_can_flip_unseen(tmp_path: Path) -> None:
     """Nor can its end go, but for all behind the pickle, which leaves one without a manifest."""
-    by_queue(tmp_path, {"a": torch.ones(3)})
+    save_split(tmp_path, {"a": torch.ones(3)})
     content = (tmp_path / ".metadata").read_bytes()
     for at in range(len(content)):
         damaged = bytearray(content)
@@ -195,7 +190,7 @@ def emptied(file: Path) -> None:
     os.truncate(file, 0)
 
 
-@pytest.mark.parametrize("way", [by_queue, by_stock])
+@pytest.mark.parametrize("way", [save_split, by_stock])
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
@@ -219,7 +214,7 @@ def test_what_is_missing_is_named_and_not_complete(
 def test_files_that_were_exchanged_are_both_named(tmp_path: Path) -> None:
     """Although they are of one size and each is sound in itself."""
     state = {"a": torch.randn(5000), "b": torch.randn(5000)}
-    by_queue(tmp_path, state, thread_count=2)
+    save_split(tmp_path, state, thread_count=2)
     one, other = tmp_path / "__0_0.distcp", tmp_path / "__0_1.distcp"
     assert one.stat().st_size == other.stat().st_size
     one.rename(tmp_path / "third")
@@ -232,7 +227,7 @@ def test_checksums_that_were_switched_off_are_no_damage(tmp_path: Path) -> None:
     """It is said how many items were not checked."""
     try:
         torch.serialization.set_crc32_options(False)
-        by_queue(tmp_path, {"a": torch.randn(500)})
+        save_split(tmp_path, {"a": torch.randn(500)})
     finally:
         torch.serialization.set_crc32_options(True)
     found = nostall.verify(tmp_path)
@@ -242,7 +237,7 @@ def test_checksums_that_were_switched_off_are_no_damage(tmp_path: Path) -> None:
 def test_latest_is_what_was_committed_last(tmp_path: Path) -> None:
     """Whatever the directories are called, and whenever they were copied."""
     for name in ("step 9", "step 10", "another"):
-        by_queue(tmp_path / name, small_state())
+        save_split(tmp_path / name, small_state())
     os.utime(tmp_path / "step 9" / ".metadata")
     (tmp_path / "no checkpoint").mkdir()
     assert nostall.latest_complete(tmp_path) == str(tmp_path / "another")
@@ -256,7 +251,7 @@ def test_the_command_says_what_is_wrong_and_exits_accordingly(
     by_stock(tmp_path / "other", small_state(), planner=PlannerOfOwn())
     assert main(["verify", str(tmp_path / "other")]) == 4
     assert "NOT UNDERSTOOD" in capsys.readouterr().out
-    by_queue(tmp_path / "save", small_state())
+    save_split(tmp_path / "save", small_state())
     with without_permission(tmp_path / "save" / ".metadata"):
         assert main(["verify", str(tmp_path / "save")]) == 1
     shown = capsys.readouterr().out
@@ -295,7 +290,7 @@ def test_a_hostile_manifest_is_damage_and_nothing_else(
     tmp_path: Path, change: Callable[[dict[str, Any]], object]
 ) -> None:
     """No file outside is opened, no endless one read, no pipe waited for, nothing raised."""
-    by_queue(tmp_path / "save", small_state())
+    save_split(tmp_path / "save", small_state())
     os.mkfifo(tmp_path / "save" / "pipe")
     with_manifest_of(tmp_path / "save", change)
     assert len(nostall.verify(tmp_path / "save").damages) == 1
@@ -310,11 +305,11 @@ def test_metadata_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     (damage,) = nostall.verify(tmp_path / "save").damages
     assert damage.file == ".metadata"
     assert nostall.latest_complete(tmp_path) is None
-    by_queue(tmp_path / "save", {"a": torch.ones(3)})  # nor by a save that replaces it
+    save_split(tmp_path / "save", {"a": torch.ones(3)})  # nor by a save that replaces it
     assert nostall.verify(tmp_path / "save").ok
 
 
-@pytest.mark.parametrize("way", [by_queue, by_stock])
+@pytest.mark.parametrize("way", [save_split, by_stock])
 def test_an_item_without_a_place_is_damage(tmp_path: Path, way: Way) -> None:
     """Loading would ask for it."""
     way(tmp_path, small_state())
@@ -392,7 +387,7 @@ OTHERS: list[tuple[Callable[[], DefaultSavePlanner], dict[Any, Any]]] = [
 
 
 @pytest.mark.parametrize(("planner", "state"), OTHERS)
-@pytest.mark.parametrize("way", [by_queue, by_save, by_async_save])
+@pytest.mark.parametrize("way", [save_split, by_save, by_async_save])
 def test_what_was_committed_is_never_denied(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -449,13 +444,13 @@ def test_metadata_that_is_too_long_is_not_read(
 ) -> None:
     """With a manifest it need not be."""
     monkeypatch.setattr(port, "MOST_METADATA_NBYTES", 100)
-    for way, state in ((by_queue, State.WHOLE), (by_stock, State.NOT_UNDERSTOOD)):
+    for way, state in ((save_split, State.WHOLE), (by_stock, State.NOT_UNDERSTOOD)):
         way(tmp_path / way.__name__, small_state())
         found = nostall.verify(tmp_path / way.__name__)
         assert (found.state, found.damages) == (state, ())
         assert "the limit for metadata is 100" in (found.note or "")
-    assert nostall.is_complete(tmp_path / "by_queue", deep=True)
-    by_queue(tmp_path / "by_stock", small_state())  # nor by a save that replaces it
+    assert nostall.is_complete(tmp_path / "save_split", deep=True)
+    save_split(tmp_path / "by_stock", small_state())  # nor by a save that replaces it
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(tmp_path: Path) -> None:
@@ -492,7 +487,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(tmp_path: Path) 
 
 def test_where_there_is_none_is_not_damage(tmp_path: Path) -> None:
     """No directory, none that a save was committed to, or a file, which has no latest, either."""
-    by_queue(tmp_path / "uncommitted", small_state())
+    save_split(tmp_path / "uncommitted", small_state())
     (tmp_path / "uncommitted" / ".metadata").unlink()
     (tmp_path / "file").touch()
     for name in ("nothing", "uncommitted", "file"):
@@ -523,7 +518,7 @@ def test_newer_checkpoints_that_are_passed_over_are_named(
 ) -> None:
     """Also if it is their metadata that is damaged."""
     for name in ("1", "2", "3"):
-        by_queue(tmp_path / name, small_state())
+        save_split(tmp_path / name, small_state())
     cut_off(tmp_path / "3" / ".metadata")
     (tmp_path / "2" / "__0_0.distcp").unlink()
     with caplog.at_level("WARNING", "nostall"):
@@ -554,7 +549,7 @@ def test_the_latest_is_not_denied_while_storage_is_away(
 ) -> None:
     """A job does not begin anew because of a hiccup; an older one is taken, with a warning."""
     for path in ("one/new", "two/old", "two/new"):
-        by_queue(tmp_path / path, small_state())
+        save_split(tmp_path / path, small_state())
     (tmp_path / "one" / "lost+found").mkdir()
     hide, hint = TROUBLES[trouble]
     with hide(tmp_path / "one" / "new"):
@@ -575,7 +570,7 @@ def test_a_file_that_another_host_has_just_made_is_not_missing(
     tmp_path: Path, look: str, part: str
 ) -> None:
     """A host with NFS remembers for a while that a file did not exist when it last looked."""
-    by_queue(tmp_path / "save", {"w": torch.ones(9)})
+    save_split(tmp_path / "save", {"w": torch.ones(9)})
     found = {"w": torch.zeros(9)}
     with patch.object(posix, "os", RememberingOs(part)) as storage:
         if look == "load":
@@ -593,7 +588,7 @@ def test_a_file_that_another_host_has_just_made_is_not_missing(
 
 def test_a_shard_that_may_not_be_read_is_not_damage(tmp_path: Path) -> None:
     """Beside damage, which counts."""
-    by_queue(tmp_path / "new", {f"{each}": torch.ones(9) for each in range(4)}, thread_count=2)
+    save_split(tmp_path / "new", {f"{each}": torch.ones(9) for each in range(4)}, thread_count=2)
     first, second = sorted((tmp_path / "new").glob("*.distcp"))
     with without_permission(first):
         assert nostall.verify(tmp_path / "new").state is State.UNREADABLE

@@ -28,12 +28,7 @@ from nostall.state_dict_saver import (
 )
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from support.faults import Hold, inject
-from support.states import blobs, schedule, small_state
-
-
-def saved_by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
-    dcp.save(state, checkpoint_id=path, no_dist=True)
-    return blobs(path)
+from support.states import blobs, blobs_by_stock, schedule, small_state
 
 
 def async_save(path: Path, state: dict[str, Any], **options: Any) -> Any:
@@ -51,7 +46,7 @@ def test_a_save_given_up_at_its_deadline_never_touches_the_next_ones_memory(tmp_
         with pytest.raises(CheckpointException, match="not written within"):
             late.result(60)
     async_save(tmp_path / "next", zeros).result(60)
-    assert blobs(tmp_path / "next") == saved_by_stock(tmp_path / "stock", zeros)
+    assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", zeros)
     assert not (tmp_path / "late" / ".metadata").exists()
 
 
@@ -119,13 +114,13 @@ def test_an_aborted_write_through_a_users_stream_stops(tmp_path: Path) -> None:
         schedule(queue, tmp_path / "saved", small_state(2), thread_count=2)
         queue.wait()
         hold.release()
-    assert blobs(tmp_path / "saved") == saved_by_stock(tmp_path / "stock", small_state(2))
+    assert blobs(tmp_path / "saved") == blobs_by_stock(tmp_path / "stock", small_state(2))
 
 
 def test_torchs_modes_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
     """A default device is for the model; views kept from inference mode are written to later."""
     state = small_state(1)
-    expected = saved_by_stock(tmp_path / "stock", state)
+    expected = blobs_by_stock(tmp_path / "stock", state)
     modes: list[Any] = [torch.device("meta"), torch.inference_mode(), nullcontext()]
     for mode in modes:
         writer = FileSystemWriterAsync(tmp_path / "saved")
@@ -143,7 +138,7 @@ def test_failed_saves_do_not_keep_memory_from_the_next_one(tmp_path: Path) -> No
         with pytest.raises(CheckpointException) if number else inject():
             futures[-1].result(60)
     async_save(tmp_path / "next", small_state(2)).result(60)
-    assert blobs(tmp_path / "next") == saved_by_stock(tmp_path / "stock", small_state(2))
+    assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", small_state(2))
 
 
 def test_a_writer_refuses_an_unknown_store_given_as_checkpoint_id(tmp_path: Path) -> None:
@@ -192,7 +187,7 @@ def test_options_are_not_changed_under_a_save_that_is_being_written(tmp_path: Pa
             nostall.configure(EngineOptions(io_threads=2))
         hold.release()
         queue.close()
-    assert blobs(tmp_path / "save") == saved_by_stock(tmp_path / "stock", small_state(1))
+    assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", small_state(1))
 
 
 def test_a_writer_takes_no_second_save_before_the_first_is_finalised(tmp_path: Path) -> None:
@@ -211,7 +206,7 @@ def test_a_writer_takes_no_second_save_before_the_first_is_finalised(tmp_path: P
             writer.reset(tmp_path / "two")
         with pytest.raises(OptionError, match="not finalised yet"):
             save_state_dict_async_plan(small_state(2), writer)
-    assert blobs(tmp_path / "one") == saved_by_stock(tmp_path / "stock", small_state(1))
+    assert blobs(tmp_path / "one") == blobs_by_stock(tmp_path / "stock", small_state(1))
     writer.reset(tmp_path / "two")
     planned = save_state_dict_async_plan(small_state(), writer)
     with pytest.raises(CheckpointException, match="nothing was scheduled"):
@@ -246,7 +241,7 @@ def test_memory_that_cannot_be_pinned_is_used_unpinned(
                 schedule(queue, tmp_path / f"{number}", small_state(number))
         reset()
     for number in range(3):
-        stock = saved_by_stock(tmp_path / f"stock {number}", small_state(number))
+        stock = blobs_by_stock(tmp_path / f"stock {number}", small_state(number))
         assert blobs(tmp_path / f"{number}") == stock
     driver.cudaHostRegister.assert_called_once()
     driver.cudaHostUnregister.assert_not_called()
@@ -326,7 +321,7 @@ def test_a_relative_path_without_a_working_directory_is_refused(
         assert "absolute" in str(caught.value.hint)
     writer = FileSystemWriterAsync(tmp_path / "save", use_msc=True)
     dcp.save(small_state(1), storage_writer=writer, no_dist=True)
-    assert blobs(tmp_path / "save") == saved_by_stock(tmp_path / "stock", small_state(1))
+    assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", small_state(1))
 
 
 def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.faults import Fault, inject, writer_pids
-from support.states import blobs, save_async, schedule, shard_files
+from support.states import blobs, blobs_by_stock, save_async, schedule, shard_files
 
 MIB = 1 << 20
 PAGE = 4096
@@ -33,11 +33,6 @@ def save(path: Path, state: dict[str, Any], **options: Any) -> FileSystemWriterA
     writer = FileSystemWriterAsync(path, **options)
     dcp.save(state, storage_writer=writer, no_dist=True)
     return writer
-
-
-def by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
-    dcp.save(state, checkpoint_id=path, no_dist=True)
-    return blobs(path)
 
 
 @pytest.mark.parametrize("limit", [{"io_threads": 4}, {"max_staging_bytes": 6 * MIB}], ids=str)
@@ -50,7 +45,7 @@ def test_a_synchronous_save_needs_memory_for_a_few_chunks_only(
     save(tmp_path / "save", state)
     assert 0 < default_engine().arena.reserved_nbytes <= 6 * MIB
     assert sum(block.nbytes for block in Block._all) <= 6 * MIB
-    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", state)
+    assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", state)
 
 
 def _tensor(kind: str, count: int, seed: int) -> torch.Tensor:
@@ -117,7 +112,7 @@ def test_the_files_are_those_of_an_asynchronous_save(
             schedule(queue, out / staging, state, thread_count=files, staging=staging)
             queue.wait()
             assert shard_files(out / staging) == shard_files(out / "sync")
-    assert blobs(out / "sync") == by_stock(out / "stock", state)
+    assert blobs(out / "sync") == blobs_by_stock(out / "stock", state)
 
 
 @pytest.mark.parametrize("point", ["open", "chunk", "fsync"])
@@ -132,7 +127,7 @@ def test_a_failure_leaves_no_file_and_no_memory_in_use(tmp_path: Path, point: st
         save(tmp_path / "save", state)
     assert not list((tmp_path / "save").glob("*"))
     save(tmp_path / "next", state)
-    assert blobs(tmp_path / "next") == by_stock(tmp_path / "stock", state)
+    assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", state)
 
 
 def test_snapshots_after_a_ring_are_right(tmp_path: Path) -> None:
@@ -144,7 +139,7 @@ def test_snapshots_after_a_ring_are_right(tmp_path: Path) -> None:
             schedule(queue, tmp_path / f"async {number}", state)
             queue.wait()
             save(tmp_path / f"sync {number}", state)
-            expected = by_stock(tmp_path / f"stock {number}", state)
+            expected = blobs_by_stock(tmp_path / f"stock {number}", state)
             assert blobs(tmp_path / f"async {number}") == expected
             assert blobs(tmp_path / f"sync {number}") == expected
 
@@ -179,7 +174,7 @@ def test_memory_stays_below_the_limit(tmp_path: Path, bounded: int, staging: str
             assert 0 < default_engine().arena.reserved_nbytes <= bounded
             assert sum(block.nbytes for block in Block._all) <= bounded
             queue.wait()
-            assert blobs(path) == by_stock(tmp_path / f"stock {number}", large_state(number))
+            assert blobs(path) == blobs_by_stock(tmp_path / f"stock {number}", large_state(number))
             assert len(list(path.glob("*.distcp"))) > 3
 
 
@@ -195,7 +190,7 @@ def test_a_wave_that_fails_fails_the_save_and_leaves_no_file(tmp_path: Path, fil
     assert not list((tmp_path / "save").glob("*"))
     schedule(queue, tmp_path / "save", large_state(1))
     queue.close()
-    assert blobs(tmp_path / "save") == by_stock(tmp_path / "stock", large_state(1))
+    assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", large_state(1))
 
 
 @pytest.mark.usefixtures("bounded")
@@ -211,7 +206,7 @@ def test_a_writer_that_dies_between_waves_fails_the_save(tmp_path: Path) -> None
     schedule(queue, tmp_path / "next", large_state(1))
     queue.close()
     assert writer_pids() != before
-    assert blobs(tmp_path / "next") == by_stock(tmp_path / "stock", large_state(1))
+    assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", large_state(1))
 
 
 @pytest.mark.usefixtures("bounded")
@@ -227,7 +222,7 @@ def test_waves_through_a_callable_that_cannot_travel_end(tmp_path: Path) -> None
         for number in range(3):
             schedule(queue, tmp_path / f"{number}", large_state(number), open_file=open_file)
             queue.wait(60)
-            assert blobs(tmp_path / f"{number}") == by_stock(
+            assert blobs(tmp_path / f"{number}") == blobs_by_stock(
                 tmp_path / f"stock {number}", large_state(number)
             )
     assert len(opened) > 9
@@ -248,7 +243,7 @@ def test_the_first_dcp_async_save_needs_memory_for_one_copy(
     writer = FileSystemWriterAsync(tmp_path / "saved", **options)
     save_async(writer, state)
     assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes + 2 * MIB  # a whole block
-    assert blobs(tmp_path / "saved") == by_stock(tmp_path / "stock", state)
+    assert blobs(tmp_path / "saved") == blobs_by_stock(tmp_path / "stock", state)
 
 
 class Renaming(DefaultSavePlanner):

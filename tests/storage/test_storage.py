@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, StorageReader
+from torch.distributed.checkpoint import FileSystemReader, StorageReader
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -53,6 +53,7 @@ from support.points import Planned
 from support.states import (
     PLAIN_WAYS,
     blobs,
+    blobs_by_stock,
     read_metadata,
     save_in_background,
     save_now,
@@ -73,11 +74,6 @@ def odd_state(seed: int = 0) -> dict[str, Any]:
     state = small_state(seed)
     state["large"] = torch.arange(70_001, dtype=torch.float32)
     return state
-
-
-def stock(path: Path, state: dict[str, Any]) -> dict[Any, bytes]:
-    dcp.save(state, storage_writer=FileSystemWriter(path))
-    return blobs(path)
 
 
 def as_a_closure(open_file: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,7 +269,7 @@ def test_files_get_the_permissions_that_the_umask_leaves(
         file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "saved").iterdir()
     }
     assert modes == {".metadata": 0o640, "__0_0.distcp": 0o640}
-    assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
+    assert blobs(tmp_path / "saved") == blobs_by_stock(tmp_path / "stock", odd_state())
 
 
 # --- the user's own callables ---------------------------------------------------------------------
@@ -290,7 +286,7 @@ def test_a_users_own_open_is_called_for_every_shard_file(
     """
     options: dict[str, Any] = {"thread_count": 3, "is_multiproc_io": True}
     way(tmp_path / "saved", odd_state(), open_file=open_and_sign, **options)
-    assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
+    assert blobs(tmp_path / "saved") == blobs_by_stock(tmp_path / "stock", odd_state())
     signed = {path.name: int(path.read_text()) for path in (tmp_path / "saved").glob("*.opened-by")}
     assert sorted(signed) == [f"__0_{number}.distcp.opened-by" for number in range(3)]
     assert set(signed.values()) == ({os.getpid()} if way is save_now else set(writer_pids()))
@@ -309,7 +305,7 @@ def test_an_open_that_cannot_travel_is_called_in_the_trainer(
 
     way(tmp_path / "saved", odd_state(), thread_count=2, open_file=own_open)
     assert sorted(opened) == [(f"__0_{number}.distcp", os.getpid()) for number in range(2)]
-    assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
+    assert blobs(tmp_path / "saved") == blobs_by_stock(tmp_path / "stock", odd_state())
 
 
 def test_a_save_through_a_closure_does_not_stall_the_trainer(tmp_path: Path) -> None:
@@ -322,7 +318,7 @@ def test_a_save_through_a_closure_does_not_stall_the_trainer(tmp_path: Path) -> 
         return open(path, mode)
 
     state = odd_state()
-    expected = stock(tmp_path / "stock", state)
+    expected = blobs_by_stock(tmp_path / "stock", state)
     with AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "saved", state, open_file=slow_open)
         assert begun.wait(DEADLINE_S)
@@ -351,7 +347,7 @@ def test_an_error_of_the_users_storage_is_a_write_error(
     assert (error.errno, error.path) == (code, str(tmp_path / "saved" / "__0_0.distcp"))
     assert os.listdir(tmp_path / "saved") == []
     way(tmp_path / "saved", odd_state())
-    assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
+    assert blobs(tmp_path / "saved") == blobs_by_stock(tmp_path / "stock", odd_state())
 
 
 @pytest.mark.parametrize(
@@ -377,7 +373,7 @@ def test_stream_extensions_are_undone_by_readers_that_know_them(
     stored = [len(content) for content in shard_files(path).values()]
     assert len(stored) == 3
     assert sum(info.length for info in infos) == sum(stored)
-    assert sum(stored) < sum(map(len, stock(tmp_path / "stock", state).values()))
+    assert sum(stored) < sum(map(len, blobs_by_stock(tmp_path / "stock", state).values()))
     registry.register(Zlib)
     readers: list[StorageReader] = [FileSystemReader(path, _extension_registry=registry)]
     if not isinstance(extension, Zlib):
@@ -386,7 +382,7 @@ def test_stream_extensions_are_undone_by_readers_that_know_them(
         loaded = odd_state(4)
         loaded["large"].fill_(-1)
         dcp.load(loaded, storage_reader=reader)
-        assert stock(tmp_path / f"again {number}", loaded) == blobs(tmp_path / "stock")
+        assert blobs_by_stock(tmp_path / f"again {number}", loaded) == blobs(tmp_path / "stock")
 
 
 # --- in parallel ----------------------------------------------------------------------------------
@@ -399,7 +395,7 @@ def test_streams_are_written_several_at_a_time(tmp_path: Path, way: Callable[...
     options = {"open_file": open_pairs, "_extensions": [OfOneThread()]}
     way(tmp_path / "saved", odd_state(), thread_count=4, **options)
     assert len(list((tmp_path / "saved").glob("*.distcp"))) == 4
-    assert blobs(tmp_path / "saved") == stock(tmp_path / "stock", odd_state())
+    assert blobs(tmp_path / "saved") == blobs_by_stock(tmp_path / "stock", odd_state())
 
 
 def test_a_stream_that_fails_fails_the_save(tmp_path: Path) -> None:

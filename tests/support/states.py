@@ -135,3 +135,9 @@ def blobs(path: Path) -> dict[tuple[str, tuple[int, ...]], bytes]:
             stream.seek(info.offset)
             content[index.fqn, tuple(index.offset or ())] = stream.read(info.length)
     return content
+
+
+def blobs_by_stock(path: Path, state: dict[str, Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    """Every item's bytes in a checkpoint that stock's writer makes."""
+    save_stock_way(path, state)
+    return blobs(path)
