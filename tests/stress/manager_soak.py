@@ -15,11 +15,8 @@ anew, and restore. After every kill:
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +25,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -36,8 +32,7 @@ import nostall
 from nostall import CheckpointManager, KeepBest, KeepEvery, KeepLatest, PerRank
 from nostall._manager.policies import StepRecord, steps_to_keep
 from nostall._manager.steps import StepDirectories
-from nostall.options import EngineOptions
-from stress.soak import PATIENCE_S, RANKS, Life, Violation, main
+from stress.soak import PATIENCE_S, RANKS, Life, Violation, begin, main
 from support.faults import writer_pids
 
 LENGTH = 50_000
@@ -113,16 +108,8 @@ class Trainer:
 
 
 def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
-    """Restore step ``first``, then save for ever; print writers, and how each save ended."""
-
-    def say(**what: Any) -> None:
-        os.write(tell, (json.dumps(what) + "\n").encode())
-
-    torch.set_num_threads(1)
-    nostall.configure(EngineOptions(chunk_nbytes=64 << 10, io_threads=2))
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS
-    )
+    """Restore step ``first``, then save for ever; tell of writers, and how each save ended."""
+    say = begin(rank, store, tell, chunk_nbytes=64 << 10)
     manager = CheckpointManager(root, keep=POLICIES)
     trainer = Trainer(rank)
     restored = manager.restore(trainer.state)
@@ -135,7 +122,7 @@ def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
             raise Violation(f"rank {rank} restored step {restored.step} with other {wrong}")
         save = restored.extra + 1
     while True:
-        say(writers=writer_pids(), rank=rank)
+        say(writers=writer_pids())
         trainer.become(save)
         try:
             handle = manager.save(
@@ -144,10 +131,10 @@ def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
             if save % 3:  # otherwise the next call commits it, while the next save begins
                 handle.result(PATIENCE_S)
         except CheckpointException as error:
-            say(failed=save, rank=rank, why=str(error)[-300:])
+            say(failed=save, why=str(error)[-300:])
         else:
             if handle.done:
-                say(committed=save, rank=rank)
+                say(committed=save)
         save += 1
 
 
@@ -205,7 +192,7 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
     steps = StepDirectories(str(root))
     totals: Counter[str] = Counter()
     ever: set[int] = set()
-    killed, started = 0, time.monotonic()
+    killed = 0
     while killed < kills:
         life = Life(root, first=max(steps.committed(), default=-1), program=train)
         life.start()
@@ -226,12 +213,7 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
         if sys.stderr.isatty():
             print(f"\r{killed} kills", end="", file=sys.stderr)
     totals["steps left"] = len(steps.committed())
-    return {
-        **totals,
-        "kills": killed,
-        "seconds": round(time.monotonic() - started),
-        "violations": 0,
-    }
+    return {**totals, "kills": killed}
 
 
 def _require_tidy(steps: StepDirectories) -> None:

@@ -61,32 +61,44 @@ class Violation(AssertionError):
     """An outcome that must never happen."""
 
 
-def tensors(rank: int, save: int) -> dict[str, Any]:
+def tensors(rank: int, save: int, length: int = LENGTH) -> dict[str, Any]:
+    """A rank's state at a save."""
     return {
-        f"large{rank}": torch.full((LENGTH,), float(save * RANKS + rank)),
+        f"large{rank}": torch.full((length,), float(save * RANKS + rank)),
         f"small{rank}": torch.arange(7) + save,
     }
+
+
+def name_of(save: int) -> str:
+    """The name of its directory: in turns a new one, and the same one."""
+    return "overwritten" if save % 2 else f"save-{save}"
 
 
 # --- a trainer ------------------------------------------------------------------------------------
 
 
-def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
-    """Save for ever; print writers, every committed save, and every failed one."""
-
-    def say(**what: Any) -> None:
-        os.write(tell, (json.dumps(what) + "\n").encode())
-
+def begin(rank: int, store: Path, tell: int, *, chunk_nbytes: int) -> Callable[..., None]:
+    """Become a rank; what is returned tells the driver of writers and saves."""
     torch.set_num_threads(1)
-    nostall.configure(EngineOptions(chunk_nbytes=64 << 10, io_threads=2))
+    nostall.configure(EngineOptions(chunk_nbytes=chunk_nbytes, io_threads=2))
     dist.init_process_group(
         "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS
     )
+
+    def say(**what: Any) -> None:
+        os.write(tell, (json.dumps({**what, "rank": rank}) + "\n").encode())
+
+    return say
+
+
+def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
+    """Save for ever; tell of writers, every committed save, and every failed one."""
+    say = begin(rank, store, tell, chunk_nbytes=64 << 10)
     queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
     save = first
     while True:
-        path = root / ("overwritten" if save % 2 else f"save-{save}")
-        say(writers=writer_pids(), rank=rank)
+        path = root / name_of(save)
+        say(writers=writer_pids())
         try:
             staging = "overlapped" if save % 3 == 0 else "blocking"
             state = tensors(rank, save)
@@ -94,9 +106,9 @@ def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
             nostall.wait_staged()
             queue.wait(PATIENCE_S)
         except CheckpointException as error:
-            say(failed=save, rank=rank, why=str(error)[-300:])
+            say(failed=save, why=str(error)[-300:])
         else:
-            say(committed=save, rank=rank)
+            say(committed=save)
         if rank == 0 and save % 2 == 0:
             nostall.remove_checkpoint(root / f"save-{save - 2 * KEPT}")
         save += 1
@@ -245,35 +257,41 @@ def _is_writer(pid: int) -> bool:
         return False
 
 
+def save_in(place: Path | str, reader: dcp.StorageReader, length: int = LENGTH) -> int:
+    """The save that a checkpoint holds, whole and unmixed."""
+    verified = nostall.verify(place)
+    if not verified.ok:
+        raise Violation(f"{place} is damaged: {[str(each) for each in verified.damages]}")
+
+    def whole(save: int) -> dict[str, Any]:
+        states = [tensors(rank, save, length) for rank in range(RANKS)]
+        return {name: each for state in states for name, each in state.items()}
+
+    state = {name: torch.zeros_like(each) for name, each in whole(0).items()}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    save = int(state["small0"][0])
+    wrong = [name for name, each in whole(save).items() if not torch.equal(state[name], each)]
+    if wrong:
+        raise Violation(f"{place} is a mixture: {wrong} are not those of save {save}")
+    return save
+
+
 def check(root: Path, committed: set[int], newest: int) -> int:
     """Look at all that is there; the number of checkpoints found."""
-    found = set()
-    for path in sorted(root.iterdir()):
-        if not (path / ".metadata").exists():
-            continue
-        verified = nostall.verify(path)
-        if not verified.ok:
-            raise Violation(f"{path} is damaged: {[str(each) for each in verified.damages]}")
-        state = {
-            name: torch.zeros_like(each)
-            for rank in range(RANKS)
-            for name, each in tensors(rank, 0).items()
-        }
-        dcp.load(state, checkpoint_id=path, no_dist=True)
-        save = int(state["small0"][0])
-        expected = {
-            name: each for rank in range(RANKS) for name, each in tensors(rank, save).items()
-        }
-        wrong = [name for name, each in expected.items() if not torch.equal(state[name], each)]
-        if wrong:
-            raise Violation(f"{path} is a mixture: {wrong} are not those of save {save}")
-        if path.name not in ("overwritten", f"save-{save}"):
-            raise Violation(f"{path} holds save {save}")
-        found.add(save)
+    paths = [path for path in sorted(root.iterdir()) if (path / ".metadata").exists()]
+    found = {path.name: save_in(path, dcp.FileSystemReader(path)) for path in paths}
+    return require_promised(found, committed, newest)
+
+
+def require_promised(found_at: dict[str, int], committed: set[int], newest: int) -> int:
+    """Each save is in its place, and all that were reported are there; how many there are."""
+    for name, save in found_at.items():
+        if name != name_of(save):
+            raise Violation(f"{name} holds save {save}")
+    found = set(found_at.values())
     last_over = max((save for save in committed if save % 2), default=-1)
-    over = [save for save in found if save % 2]
-    if last_over >= 0 and (not over or over[0] < last_over):
-        raise Violation(f"save {last_over} was committed; {over} is there")
+    if last_over > found_at.get("overwritten", -1):
+        raise Violation(f"save {last_over} was committed; {sorted(found)} are there")
     kept = {save for save in committed if save % 2 == 0 and save > newest - 2 * KEPT}
     if not kept <= found:
         raise Violation(f"saves {sorted(kept - found)} were committed and are gone")
@@ -286,7 +304,6 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
     totals: Counter[str] = Counter()
     committed: set[int] = set()
     newest, killed = -1, 0
-    started = time.monotonic()
     while killed < kills:
         life = Life(root, first=newest + 1)
         life.start()
@@ -308,12 +325,7 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
         newest += 1
         if sys.stderr.isatty():
             print(f"\r{killed} kills", end="", file=sys.stderr)
-    return {
-        **totals,
-        "kills": killed,
-        "seconds": round(time.monotonic() - started),
-        "violations": 0,
-    }
+    return {**totals, "kills": killed}
 
 
 def main(
@@ -329,8 +341,11 @@ def main(
     with tempfile.TemporaryDirectory(dir=".", prefix="soak-") as directory:
         root = Path(directory).resolve() / "checkpoints"
         root.mkdir()
+        started = time.monotonic()
         try:
-            print(json.dumps(soak(options.kills, options.seed, root)))
+            counted = soak(options.kills, options.seed, root)
+            seconds = round(time.monotonic() - started)
+            print(json.dumps({**counted, "seconds": seconds, "violations": 0}))
         except Violation as error:
             print(f"VIOLATION (seed {options.seed}): {error}")
             return 1

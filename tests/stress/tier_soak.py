@@ -11,13 +11,10 @@ disks and at their destinations nothing else is.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
 import sys
 import threading
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -26,16 +23,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import psutil
-import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-import nostall
 from nostall.core import AsyncCallsQueue
-from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from stress.object_soak import apart, save_at, tensors
-from stress.soak import PATIENCE_S, RANKS, Life, Violation, main
+from stress.object_soak import LENGTH, apart, save_at
+from stress.soak import PATIENCE_S, Life, Violation, begin, main, tensors
 from support.faults import writer_pids
 from support.object_store import S3Server, s3_server
 from support.states import schedule
@@ -66,25 +59,17 @@ def train(
     bucket: str, saves: float, rank: int, root: Path, store: Path, first: int, tell: int
 ) -> None:
     """Save so many times, and stay."""
-
-    def say(**what: Any) -> None:
-        os.write(tell, (json.dumps(what) + "\n").encode())
-
-    torch.set_num_threads(1)
-    nostall.configure(EngineOptions(io_threads=2, chunk_nbytes=5 << 20))
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS
-    )
+    say = begin(rank, store, tell, chunk_nbytes=5 << 20)
     queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
     save = first
     while save < first + saves:
         writer_pids()
-        say(writers=[each.pid for each in psutil.Process().children()], rank=rank)
+        say(writers=[each.pid for each in psutil.Process().children()])
         try:
             schedule(
                 queue,
                 destination_of(root, bucket, save),
-                tensors(rank, save),
+                tensors(rank, save, LENGTH),
                 cache=cache,
                 local_staging_dir=tier_of(root, save, rank),
                 local_staging_limit=LIMIT,
@@ -92,9 +77,9 @@ def train(
             )
             queue.wait(PATIENCE_S)
         except CheckpointException as error:
-            say(failed=save, rank=rank, why=str(error)[-300:])
+            say(failed=save, why=str(error)[-300:])
         else:
-            say(committed=save, rank=rank)
+            say(committed=save)
         save += 1
     threading.Event().wait()
 
@@ -111,7 +96,7 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
     bucket = server.new_bucket()
     committed: set[int] = set()
     seen = dict.fromkeys((destination_of(root, bucket, turn) for turn in range(TURNS)), -1)
-    newest, killed, started = -1, 0, time.monotonic()
+    newest, killed = -1, 0
     while killed < kills:
         life = Life(root, first=newest + 1, program=partial(train, bucket, math.inf))
         life.start()
@@ -151,12 +136,7 @@ def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
         found = apart(_save_at, place)
         if found < max(due, default=-1):
             raise Violation(f"{place}: save {max(due)} was committed; {found} was promoted")
-    return {
-        **totals,
-        "kills": killed,
-        "seconds": round(time.monotonic() - started),
-        "violations": 0,
-    }
+    return {**totals, "kills": killed}
 
 
 if __name__ == "__main__":
