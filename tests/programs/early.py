@@ -236,7 +236,7 @@ def steady(out: Path, **how: Any) -> dict[str, Any]:
         assert save is not None
         wait_until(lambda: nostall.is_complete(out / f"{WARM}"))
         early = early_of(save)
-        wait_until(lambda: dist.get_rank() != 0 or early.committed > 0)
+        wait_until(partial(_is_committed, early))
         barrier("committed")
         committed_with = dict(seen)
         polls = job.poll()
@@ -809,7 +809,7 @@ def several_in_one_poll(out: Path) -> list[list[int]]:
     for save in saves:
         assert save is not None
         wait_until(partial(is_done, save._report))
-        wait_until(partial(_is_over, early_of(save)))
+        wait_until(partial(_is_committed, early_of(save)))
     barrier("committed")
     return [job.queue.poll(), job.queue.poll()]
 
@@ -840,7 +840,7 @@ def an_adapters_poll(out: Path) -> dict[str, Any]:
         barrier("polled")
         if _rank() == 0:
             hold.release()
-        wait_until(partial(_is_over, early))
+        wait_until(partial(_is_committed, early))
     barrier("committed")
     saves.poll()
     is_over = saves._queue.pending == 0 and nostall.verify(out / f"{WARM}").ok
@@ -848,8 +848,8 @@ def an_adapters_poll(out: Path) -> dict[str, Any]:
     return {"at once": at_once, "left alone": left_alone, "over then": is_over}
 
 
-def _is_over(early: EarlyCommit) -> bool:
-    return not early.is_committing
+def _is_committed(early: EarlyCommit) -> bool:
+    return _rank() != 0 or early.committed > 0
 
 
 def ended(out: Path) -> bool:
