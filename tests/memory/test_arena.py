@@ -419,8 +419,10 @@ def test_leases_can_be_looked_for_while_others_come_and_go() -> None:
     try:
         with ThreadPoolExecutor(1) as pool:
             coming_and_going = pool.submit(come_and_go)
-            found = {arena.lease_at(address) for _ in range(3000)}
-            done.set()
+            try:
+                found = {arena.lease_at(address) for _ in range(3000)}
+            finally:
+                done.set()
             coming_and_going.result(SOON)
     finally:
         sys.setswitchinterval(interval)
