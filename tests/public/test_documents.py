@@ -64,18 +64,20 @@ def run(*arguments: str, cwd: Path, ranks: int = 1, status: int = 0) -> str:
             cwd=cwd,
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,  # apart: torch's packages write there as they end
             text=True,
         )
         for rank in range(ranks)
     ]
     try:
-        printed = [each.communicate(timeout=100)[0] for each in processes]
+        printed = [each.communicate(timeout=100) for each in processes]
     finally:
         for each in processes:
             each.kill()
-    assert [each.returncode for each in processes] == [status] * ranks, "\n".join(printed)
-    return printed[0]
+    assert [each.returncode for each in processes] == [status] * ranks, "\n".join(
+        error for _, error in printed
+    )
+    return printed[0][0]
 
 
 def test_the_programs_of_the_readme_run_and_resume(tmp_path: Path) -> None:
