@@ -125,7 +125,7 @@ class Engine:
             return
         if not is_done(reserving, timeout_s):
             _log.warning(
-                "the warm-up has not ended within %g s; the save reserves memory itself", timeout_s
+                "the warm-up did not finish within %g s; the save reserves memory itself", timeout_s
             )
         if self._reserving is reserving:
             self._reserving = None
@@ -183,7 +183,7 @@ class Engine:
                 raise SaveAbortedError(
                     "the engine that this save belongs to was closed",
                     phase="start",
-                    hint="make a new writer; configure() and reset() are for times without a save",
+                    hint="make a new writer; call configure() and reset() only while no save runs",
                 )
             others = [writer for writer in self._writers if writer.user != os.geteuid()]
             for writer in others:

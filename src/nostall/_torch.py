@@ -216,7 +216,7 @@ def missing_data(tensor: torch.Tensor) -> str | None:
     if there < needed:
         return (
             f"the tensor takes {needed} bytes of its storage, which was resized to {there}; "
-            "resize it back first, or leave the tensor out of the state dict"
+            "resize it back first"
         )
     return None
 

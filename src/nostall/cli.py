@@ -90,19 +90,19 @@ def _parser() -> argparse.ArgumentParser:
     add_path("ls latest prune", "root", "directory of checkpoint directories")
     add_path("inspect verify", "path", "checkpoint directory")
     add_path("diff", "a", "checkpoint directory")
-    add_path("diff", "b", "another one")
+    add_path("diff", "b", "checkpoint directory")
     add_path("convert", "source", "checkpoint directory, or file")
     add_path("convert", "target", "new file, or new directory")
-    add_flag("latest prune", "--deep", "read every byte: what is damaged is not complete")
+    add_flag("latest prune", "--deep", "read every byte; a damaged checkpoint is not complete")
     add_flag("diff", "--values", "compare values bit by bit, too, after verifying both")
     add_flag("prune", "--delete", "remove, instead of a dry run")
     trusting = "unpickle objects of any class, which can run code that is in SOURCE"
     add_flag("convert", "--trust", trusting)
-    named = "only items with such a name, as in 'model.*'; several add up"
+    named = "only items whose name matches, such as 'model.*'; can be repeated"
     add("inspect diff", "--name", named, metavar="PATTERN", action="append", default=[])
     order = "default: the order in which they were saved"
     add("inspect", "--sort", order, choices=("name", "size"))
-    beginning = "for safetensors: only tensors whose names begin so, without this beginning"
+    beginning = "for safetensors: only tensors whose names begin with NAME; it is cut off"
     add("convert", "--prefix", beginning, metavar="NAME", default="")
     policies = {"metavar": "POLICIES", "type": parse_policies, "action": "append"}
     add("prune", "--keep", POLICIES, required=True, **policies)

@@ -107,9 +107,7 @@ class AsyncCallsQueue:
         on_error: Literal["raise", "warn"] = "raise",
     ) -> None:
         if on_error not in ("raise", "warn"):
-            raise OptionError(
-                f"on_error={on_error!r} is not possible", hint='use "raise" or "warn"'
-            )
+            raise OptionError(f"invalid on_error={on_error!r}", hint='use "raise" or "warn"')
         require_possible(cpu_priority, io_priority, sigterm_timeout)
         kind = PersistentAsyncCaller if persistent else TemporalAsyncCaller
         self._is_persistent, self._is_in_use = persistent, False
@@ -333,7 +331,7 @@ class AsyncCallsQueue:
             return self.maybe_finalize_async_calls(blocking=True)
         if not is_possible_wait(timeout):
             raise OptionError(
-                f"timeout={timeout!r} is not possible", hint="use seconds, or None for no limit"
+                f"invalid timeout={timeout!r}", hint="use seconds, or None for no limit"
             )
         finalized = self._finalize(until_s=time.monotonic() + timeout, keeps_late=True)
         if calls := list(self._caller._calls):

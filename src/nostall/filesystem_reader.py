@@ -94,7 +94,7 @@ class FileSystemReader(dcp.FileSystemReader):
     ) -> None:
         place_of(path, storage_options)  # refuses what cannot be one
         if verify not in ("none", "crc"):
-            raise OptionError(f"verify={verify!r} is not possible", hint='use "none" or "crc"')
+            raise OptionError(f"invalid verify={verify!r}", hint='use "none" or "crc"')
         super().__init__(path)
         self._follow(path)
         self._verify = verify == "crc"

@@ -241,7 +241,7 @@ def require_no_checkpoint(root: str) -> None:
             hint="look again when storage answers",
         ) from error
     raise OptionError(
-        "it is a checkpoint itself", path=root, hint="pass the directory that holds it"
+        "this is a checkpoint itself", path=root, hint="pass the directory that holds it"
     )
 
 

@@ -106,7 +106,7 @@ def load(
         ("use_collectives", use_collectives),
     ):
         if not isinstance(flag, bool):
-            raise OptionError(f"{name}={flag!r:.80} is neither True nor False")
+            raise OptionError(f"invalid {name}={flag!r:.80}: expected True or False")
     if read_once and process_group is None:
         raise OptionError(
             "read_once=True needs a process_group", hint="pass the group of all ranks"

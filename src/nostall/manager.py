@@ -126,9 +126,7 @@ class CheckpointManager:
                 " partial(FileSystemWriterAsync, thread_count=4)",
             )
         if on_error not in ("raise", "warn"):
-            raise OptionError(
-                f"on_error={on_error!r:.200} is not possible", hint='use "raise" or "warn"'
-            )
+            raise OptionError(f"invalid on_error={on_error!r:.200}", hint='use "raise" or "warn"')
         policies = policies_of(keep)
         self._save_every = _interval_of(save_every)
         self._better = better_of(policies, metrics or {})
@@ -240,9 +238,9 @@ class CheckpointManager:
                 ((key, most),) = plain.most_common(1)
                 _log.warning(
                     "the state has %d plain values, %d of them in %r. Each is saved as an item of"
-                    " its own, which makes saves slow. Where possible, pass them as extra, which"
-                    " restore() returns as restored.extra; or put them into one list of plain"
-                    " values, or one tensor",
+                    " its own, which is slow. Pass them as extra, which restore() returns as"
+                    " restored.extra; or put them into one list of plain values, or one"
+                    " tensor",
                     *(plain.total(), most, key),
                 )
         except Exception as error:  # also of users' objects
@@ -438,8 +436,8 @@ class CheckpointManager:
             (metric,) = self._better
         if metric is None or metric not in self._better:
             raise OptionError(
-                f"this manager does not know which value of metric={metric!r} is better, but of"
-                f" {sorted(self._better)} only",
+                f"this manager does not know which direction of metric={metric!r} is better;"
+                f" known metrics: {sorted(self._better)}",
                 path=self._steps.root,
                 hint='name it in metrics={"loss": "min"} of the manager',
             )
@@ -549,7 +547,7 @@ def _validated(state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[s
         return {str(name): float(value) for name, value in metrics.items()}
     except (ArithmeticError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise OptionError(
-            f"metrics={metrics!r:.200} is not possible: {error}", hint='use {"loss": 0.5}'
+            f"invalid metrics={metrics!r:.200}: {error}", hint='use {"loss": 0.5}'
         ) from error
 
 

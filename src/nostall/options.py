@@ -201,4 +201,4 @@ def _require(condition: object, given: str, wanted: str) -> None:
 
 
 def _refusal(given: str, wanted: str) -> OptionError:
-    return OptionError(f"{given:.200} is not possible", hint=f"use {wanted}")
+    return OptionError(f"invalid {given:.200}", hint=f"use {wanted}")

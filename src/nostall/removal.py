@@ -94,7 +94,7 @@ def _not_removed(what: str, error: OSError, directory: str) -> WriteError:
         errno=error.errno,
         phase="remove",
         path=error.filename or directory,
-        hint="remove it again when the cause is gone",
+        hint="fix the cause, then remove it again",
     )
 
 

@@ -147,7 +147,7 @@ NOT_CONVERTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "text.pt": (lambda path: path.write_text("text"), "it is not a file of torch.save"),
     "old.pt": (
         lambda path: torch.save({}, path, _use_new_zipfile_serialization=False),
-        "save files of torch before 1.6 anew",
+        "save it again if torch before 1.6 wrote it",
     ),
     "plain.pkl": (
         lambda path: path.write_bytes(pickle.dumps({"a": 1})),

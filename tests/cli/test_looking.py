@@ -178,11 +178,11 @@ def test_commands_that_find_nothing_say_where_checkpoints_are(tmp_path: Path, ru
     ):
         status, shown, error = run(command, path)
         assert (status, shown, error.count("\n")) == (3, "", 1)
-        assert f"; below it, the newest first: {below}\n" in error
+        assert f"; checkpoints below it, newest first: {below}\n" in error
     for command, *more in (["latest"], ["prune", "--keep", "latest=1"]):
         status, shown, error = run(command, newest, *more)
         assert (status, shown) == (2, "")  # not 3, by which a job starts from scratch
-        assert "it is a checkpoint itself (pass the directory that holds it)" in error
+        assert "this is a checkpoint itself (pass the directory that holds it)" in error
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "__0_0.distcp").write_bytes(b"half")
     for command in ("latest", "verify", "inspect"):
@@ -489,7 +489,7 @@ def test_each_difference_is_named(tmp_path: Path, run: Run) -> None:
     assert "+ new: float32 [1]" in lines
     assert "! w: float32 [2] -> float64 [2]" in lines
     assert "~ v: 2 of 3000 elements differ, at most by 2" in lines
-    assert "~ n.k: the stored objects have other bytes" in lines
+    assert "~ n.k: the stored bytes differ" in lines
     assert run("diff", tmp_path / "a", tmp_path / "b", "--values", "--name", "x*")[0] == 2
     plain = json.loads(run("diff", tmp_path / "a", tmp_path / "b", "--json")[1])
     assert {each["name"] for each in plain} == {"gone", "new", "w"}

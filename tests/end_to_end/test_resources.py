@@ -311,7 +311,7 @@ def test_a_warmup_that_hangs_delays_the_first_save_only(
             save_async(FileSystemWriterAsync(tmp_path / f"{number}"), small_state(number))
     finally:
         answered.set()
-    assert caplog.text.count("the warm-up has not ended within 3 s") == 1
+    assert caplog.text.count("the warm-up did not finish within 3 s") == 1
     assert nostall.verify(tmp_path / "0").ok
     assert nostall.verify(tmp_path / "1").ok
 

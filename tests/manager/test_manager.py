@@ -832,7 +832,7 @@ def test_what_a_crash_has_left_is_removed_by_the_next_save(
         saved(manager, 4)
     assert not half.exists()
     assert (others / "notes.txt").exists()
-    assert f"{others} was not finished: removing it, except files" in caplog.text
+    assert f"interrupted save or removal left; other files stay: {others}" in caplog.text
     assert manager.all_steps() == [1, 4]
     state = numbered(0)
     nostall.load(state, manager.path(5), use_collectives=False)
@@ -863,8 +863,8 @@ def test_a_metric_that_no_step_has_is_a_warning(
             saved(manager, step, metrics={"other": 0.5})
             manager.wait()
     (warning,) = warnings_in(caplog)
-    assert "has the metrics ['loss'], by which KeepBest keeps" in warning
-    assert "they have ['other']" in warning
+    assert "has the metrics ['loss'] that KeepBest needs" in warning
+    assert "(found: ['other'])" in warning
 
 
 # --- size -----------------------------------------------------------------------------------------

@@ -607,13 +607,13 @@ def test_a_shard_that_may_not_be_read_is_not_damage(tmp_path: Path) -> None:
 def test_a_root_that_is_a_checkpoint_itself_is_refused(tmp_path: Path) -> None:
     """A job that is told of no checkpoint begins from scratch, and saves over it."""
     dcp.save({"weight": torch.ones(3)}, storage_writer=FileSystemWriterAsync(tmp_path))
-    with pytest.raises(OptionError, match="it is a checkpoint itself"):
+    with pytest.raises(OptionError, match="this is a checkpoint itself"):
         nostall.latest_complete(tmp_path)
     dcp.save({"weight": torch.ones(3)}, storage_writer=FileSystemWriterAsync(tmp_path / "step-1"))
     assert nostall.latest_complete(tmp_path) == str(tmp_path / "step-1")
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "__0.metadata").touch()  # of a rank with use_collectives=False
-    with pytest.raises(OptionError, match="it is a checkpoint itself"):
+    with pytest.raises(OptionError, match="this is a checkpoint itself"):
         nostall.latest_complete(tmp_path / "alone")
 
 

@@ -71,7 +71,7 @@ def test_what_cannot_be_a_path_is_named(path: Any) -> None:
 @pytest.mark.parametrize("form", ["safetensors", "torch_save", ["safetensors"]])
 def test_a_format_that_is_none_of_dcps_is_refused(form: Any) -> None:
     """Stock takes any other value for its default, without a word."""
-    named = re.escape(f"serialization_format={form!r} is not possible")
+    named = re.escape(f"invalid serialization_format={form!r}")
     with pytest.raises(OptionError, match=named):
         FileSystemWriterAsync("path", serialization_format=form)
 

@@ -68,7 +68,9 @@ def test_the_exit_status_reports_a_save_that_is_lost_at_exit(tmp_path: Path) -> 
     assert saved(tmp_path / "second", 2)
 
 
-@pytest.mark.parametrize(("fault", "why"), [("hangs", "not done"), ("dies", "killed by SIGKILL")])
+@pytest.mark.parametrize(
+    ("fault", "why"), [("hangs", "did not finish"), ("dies", "killed by SIGKILL")]
+)
 def test_a_writer_that_is_stuck_or_dead_does_not_keep_a_process_from_ending(
     tmp_path: Path, fault: str, why: str
 ) -> None:
@@ -248,7 +250,7 @@ def test_a_rank_ends_though_another_one_never_answers(tmp_path: Path) -> None:
     program = "endings:one_raises_after_a_poll_while_the_other_hangs"
     with pytest.raises(RanksFailed, match="ValueError: the error in the loop") as failed:
         run_ranks(2, program, tmp_path, timeout_s=60, whole_end=True)
-    assert "was not done after" not in str(failed.value)
+    assert "were not done after" not in str(failed.value)
     assert not nostall.is_complete(tmp_path / "save")
 
 

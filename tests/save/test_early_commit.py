@@ -109,7 +109,7 @@ def test_values_of_two_saves_do_not_become_one_checkpoint(found: list[Any]) -> N
     """One rank has given one up alone. The next save of all ranks is whole."""
     for each in found:
         assert "ranks finalise 2 different saves to this directory" in each["error"]
-        assert "give a save up on all ranks" in each["error"]
+        assert "abort a save on all ranks" in each["error"]
         assert not each["is there"]
         assert each["values"] == [WARM + 2] * 2
 
@@ -257,7 +257,7 @@ def test_a_checkpoint_outlives_its_process_group(found: list[Any]) -> None:
 def test_a_save_that_comes_too_late_for_its_process_group_says_so(found: list[Any]) -> None:
     """It is not committed. Files of a rank that may have told the coordinator stay."""
     for rank, each in enumerate(found):
-        assert "the process group of 2 ranks that saved together is gone" in each["error"]
+        assert "the process group of this save (2 ranks) no longer exists" in each["error"]
         assert f"rank={rank}" in each["error"]
         assert each["is there"] is False
         assert set(each["files"]) <= {"__0_0.distcp", "__1_0.distcp"}

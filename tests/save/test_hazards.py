@@ -315,7 +315,7 @@ def test_a_relative_path_without_a_working_directory_is_refused(
         nostall.remove_checkpoint,
         lambda path: TorchAsyncCheckpoint().async_save({}, path),
     ):
-        with pytest.raises(OptionError, match="working directory is gone") as caught:
+        with pytest.raises(OptionError, match="working directory no longer exists") as caught:
             use("save")
         assert caught.value.path == "save"
         assert "absolute" in str(caught.value.hint)

@@ -170,7 +170,7 @@ def test_a_directory_that_is_made_again_meanwhile_gets_no_checkpoint(
         path.rename(removed)
         path.mkdir()
         hold.release()
-        with pytest.raises(CheckpointException, match="files of this save are gone"):
+        with pytest.raises(CheckpointException, match="files of this save no longer exist"):
             saving.result(60)
     assert os.listdir(path) == []
 

@@ -71,7 +71,7 @@ def convert(given: Namespace) -> Answer:
     elif given.prefix and not to_safetensors:
         what = "--prefix is for a target that ends with .safetensors"
     elif to_file and to_store:
-        what, hint = "a file can be written to a file system only", "copy it to the store then"
+        what, hint = "a file can be written to a file system only", "then copy it to the store"
     elif target.lower().endswith(other_endings):
         written = "one file of torch.save" if to_file else "a checkpoint directory"
         what = f"this command writes {written}, but the name of the target says otherwise"
@@ -230,7 +230,7 @@ def to_checkpoint(source: str, target: str, *, trust: bool) -> int:
             if damage is not None:
                 raise DamagedCheckpointError(f"the file is damaged: {damage}", path=source)
     except NoArchive as error:
-        what, hint = "it is not a file of torch.save", "save files of torch before 1.6 anew"
+        what, hint = "it is not a file of torch.save", "save it again if torch before 1.6 wrote it"
         raise ReadError(what, path=source, hint=hint) from error
     try:
         # With mmap, torch takes no other bytes for a file of an older version.
@@ -258,9 +258,9 @@ def _from_safetensors(files: Sequence[str], source: str, target: str) -> int:
                 # Ranks have saved parts of tensors with stock's writer.
                 if any(any(each.get("saved_offsets", ())) for each in parts.values()):
                     raise ReadError(
-                        "the file has parts of tensors",
+                        "the file has parts of tensors, not whole ones",
                         path=path,
-                        hint="torch's consolidate_safetensors_files makes whole ones of them",
+                        hint="torch's consolidate_safetensors_files joins them",
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             except (*_NOT_THAT_JSON, package.SafetensorError) as error:
@@ -295,7 +295,7 @@ def _safetensors_in(source: str) -> list[str]:
             raise DamagedCheckpointError(f"cannot read: {error!r:.200}", path=index) from error
     for name in names:
         if os.path.basename(name) != name:
-            raise DamagedCheckpointError(f"{name!r:.100} leads out of it", path=index)
+            raise DamagedCheckpointError(f"{name!r:.100} is not a plain file name", path=index)
         try:
             files.stat(name)  # refuses what is not a regular file
         except (FileNotFoundError, ValueError):  # the latter for a name that no file can have
@@ -329,6 +329,6 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError as error:
-        what, hint = "files of safetensors need that package", "pip install 'safetensors>=0.4.5'"
+        what, hint = "the package safetensors is missing", "pip install 'safetensors>=0.4.5'"
         raise OptionError(what, hint=hint) from error
     return safetensors

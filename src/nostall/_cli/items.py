@@ -180,7 +180,7 @@ def _chosen(items: Mapping[str, Item], patterns: Sequence[str]) -> list[Item]:
 def _difference(one: Any, other: Any) -> str | None:
     """How two tensors of one dtype and shape, or two stored objects, differ, if they do at all."""
     if isinstance(one, bytes):
-        return None if one == other else "the stored objects have other bytes"
+        return None if one == other else "the stored bytes differ"
     different, largest = 0, 0.0
     wide = torch.complex128 if one.is_complex() else torch.float64
     pieces = (each.reshape(-1).split(_COMPARED_AT_A_TIME) for each in (one, other))

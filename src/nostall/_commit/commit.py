@@ -109,7 +109,7 @@ def require_one_save(saves: Sequence[Hashable], *, rank: int | None = None, path
             rank=rank,
             phase="collect",
             path=path,
-            hint="give a save up on all ranks; nothing was committed, the next save plans again",
+            hint="abort a save on all ranks; nothing was committed, and the next save plans again",
         )
 
 
@@ -230,7 +230,7 @@ def directories_in(root: str) -> list[str]:
             path=root,
             hint="pass the parent directory of the checkpoint directories"
             if is_file
-            else "check it, and the right to list it",
+            else "check that it exists and may be listed",
         ) from error
 
 
@@ -277,7 +277,7 @@ def found_instead(path: str) -> str:
             below = _committed_of(each for outer in inner for each in directories_in(outer))
         if below:
             shown = [os.path.relpath(each, path) for each in below]
-            return f"; below it, the newest first: {some(shown, _SHOWN)}"
+            return f"; checkpoints below it, newest first: {some(shown, _SHOWN)}"
     return ""
 
 

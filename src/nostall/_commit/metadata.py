@@ -273,7 +273,7 @@ def _extents(metadata: Metadata, path: str) -> Mapping[str, list[Extent]]:
     if missing:
         named = sorted({str(index.fqn) for index in missing})[:3]
         raise DamagedCheckpointError(
-            f"it has no location for {len(missing)} of its items, among them {named}",
+            f"the metadata has no location for {len(missing)} items, among them {named}",
             phase="verify",
             path=path,
             hint=DAMAGED_HINT,
@@ -292,7 +292,7 @@ def _require_agreement(index: ItemIndex, metadata: Metadata, path: str) -> None:
         said = None
     if said != (metadata.state_dict_metadata, metadata.storage_data):
         raise DamagedCheckpointError(
-            "its index and its pickle describe different items",
+            "the index and the pickle of the metadata describe different items",
             phase="verify",
             path=path,
             hint=DAMAGED_HINT,

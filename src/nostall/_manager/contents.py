@@ -82,10 +82,13 @@ def require_state(state: object) -> None:
         )
     for key in state:
         if not isinstance(key, str) or key.split(".")[0] == _RESERVED:
-            raise OptionError(f"the key {key!r} is not possible", hint="use another string")
+            raise OptionError(
+                f"invalid key {key!r}",
+                hint=f"use a string; {_RESERVED!r} and '{_RESERVED}.*' are reserved",
+            )
         if isinstance(state[key], DataLoader) and not isinstance(state[key], Stateful):
             raise OptionError(
-                f"the DataLoader {key!r} has no state: what is restored would begin anew",
+                f"the DataLoader {key!r} has no state: it would start over after restore()",
                 hint="use one with state_dict and load_state_dict, such as torchdata's"
                 " StatefulDataLoader, in PerRank; or save the number of batches",
             )
@@ -247,7 +250,7 @@ def set_rng_states(states: dict[str, bytes]) -> None:
                 module.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
         except (ImportError, RuntimeError, AssertionError) as error:
             # torch raises either of the last two for a device that it does not have.
-            _log.warning("the state of the generator of %s is not restored: %s", name, error)
+            _log.warning("the random state of %s is not restored: %s", name, error)
 
 
 # --- descriptions ---------------------------------------------------------------------------------
@@ -365,14 +368,16 @@ class Restoration:
     def _require_own(self, key: str, *, is_of_more: bool) -> None:
         if not self._has_own or key not in self._exact:
             raise OptionError(
-                f"the state of {key!r} differs between ranks, and the step has none of rank"
+                f"the state of {key!r} differs between ranks, and the step has none for rank"
                 f" {self._rank}",
                 phase="read",
                 path=self._path,
                 hint="restore it on as many ranks as saved it, or leave it out",
             )
         if is_of_more and self._rank == 0:
-            what = "%r was saved by more ranks than restore it: the others' state is lost: path=%s"
+            what = (
+                "%r was saved by more ranks than restore it; the others' is not restored: path=%s"
+            )
             _log.warning(what, key, self._path)
 
     def _target(

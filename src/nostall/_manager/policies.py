@@ -82,7 +82,7 @@ class KeepBest(Policy):
     def __post_init__(self) -> None:
         require_integer("n", self.n, at_least=1)
         if self.mode not in ("min", "max"):
-            raise OptionError(f"mode={self.mode!r} is not possible", hint='use "min" or "max"')
+            raise OptionError(f"invalid mode={self.mode!r}", hint='use "min" or "max"')
 
     def keeps(self, records: Sequence[StepRecord]) -> Collection[int]:
         """The ``n`` best steps."""
@@ -116,7 +116,7 @@ class KeepEvery(Policy):
         if self.steps is not None:
             require_integer("steps", self.steps, at_least=1)
         elif not is_possible_wait(self.seconds) or not self.seconds:
-            raise OptionError(f"seconds={self.seconds!r} is not possible", hint="use seconds > 0")
+            raise OptionError(f"invalid seconds={self.seconds!r}", hint="use seconds > 0")
 
     def keeps(self, records: Sequence[StepRecord]) -> Collection[int]:
         """The steps at these distances."""
@@ -137,7 +137,7 @@ def policies_of(keep: Policy | Iterable[Policy] | None) -> tuple[Policy, ...]:
         has_all = hasattr(policy, "keeps") and hasattr(policy, "reads_metrics")
         if isinstance(policy, type) or not has_all:
             raise OptionError(
-                f"keep={keep!r:.200} is not possible: {policy!r:.100} is not a policy",
+                f"invalid keep={keep!r:.200}: {policy!r:.100} is not a policy",
                 hint="use KeepLatest(3), KeepBest(1, metric), KeepEvery(steps=1000), a list of"
                 " these, or an object with keeps(records) and reads_metrics",
             )
@@ -154,7 +154,7 @@ def reads_files(policy: Policy) -> bool:
 def better_of(policies: Iterable[Policy], metrics: Mapping[str, Better]) -> dict[str, Better]:
     """Which value of a metric is better: as ``metrics`` says, or as all policies agree."""
     if not isinstance(metrics, Mapping):
-        raise OptionError(f"metrics={metrics!r:.200} is not possible", hint='use {"loss": "min"}')
+        raise OptionError(f"invalid metrics={metrics!r:.200}", hint='use {"loss": "min"}')
     for name, mode in metrics.items():
         KeepBest(1, name, mode)  # refuses another mode
     best = [policy for policy in policies if isinstance(policy, KeepBest)]

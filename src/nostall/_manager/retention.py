@@ -136,8 +136,8 @@ class Retention:
         if unseen and removable and not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "no step below %s has the metrics %s, by which KeepBest keeps steps; they have %s."
-                " The best step is not kept",
+                "no step below %s has the metrics %s that KeepBest needs (found: %s): that policy"
+                " keeps no step",
                 self._steps.root,
                 unseen,
                 sorted(metrics_in(records)) or "none",

@@ -161,7 +161,7 @@ class StepDirectories:
             # Ranks may have committed there, each for itself.
             is_committed = _torch.METADATA_NAME in names or any(map(is_metadata_of_one_rank, names))
             if not busy_in(path) and not is_committed:
-                what = "%s was not finished: removing it, except files that no save has made"
+                what = "removing what an interrupted save or removal left; other files stay: %s"
                 _log.warning(what, path)
                 self.remove(step)
 
@@ -186,8 +186,8 @@ class StepDirectories:
                 )
             if later := [each for each in self.look(self.committed) if each > step]:
                 _log.warning(
-                    "step %d is restored, and %s has later steps: %s. A restart resumes from step"
-                    " %d. To remove them, call discard_after(%d) of the manager",
+                    "restoring step %d, although %s has later steps: %s. A restart resumes from"
+                    " step %d, unless manager.discard_after(%d) removes them",
                     *(step, self.root, f"{later!r:.200}", later[-1], step),
                 )
             return about
@@ -205,7 +205,7 @@ class StepDirectories:
         if refused:
             newest, refusal = next(iter(refused.items()))
             raise DamagedCheckpointError(
-                f"no committed step of {sorted(refused)!r:.200} can be restored; {newest}:"
+                f"no committed step of {sorted(refused)!r:.200} can be restored; step {newest}:"
                 f" {refusal.message}",
                 phase="read",
                 path=self.root,
@@ -306,13 +306,13 @@ class RootLock:
                 owners = os.geteuid(), os.stat(self._root).st_uid
                 is_plain = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
                 if not is_plain or status.st_uid not in owners:  # it would be written into
-                    raise FileExistsError(errno.EEXIST, f"{LOCK_NAME} is the file of somebody else")
+                    raise FileExistsError(errno.EEXIST, f"{LOCK_NAME} is a link or another user's")
                 if self._is_locked():
                     self._held.append(self)
                     opened.pop_all()
         except OSError as error:
             _log.warning(
-                "root=%s cannot be locked: %s. A second job that saves here is not noticed",
+                "root=%s cannot be locked: %s. A second job that saves here would go unnoticed",
                 self._root,
                 error.strerror,
             )
@@ -334,8 +334,8 @@ class RootLock:
                     path=self._root,
                     hint="use another root, or end that process first",
                 ) from None
-            what = "process %s on %s has locked root=%s. If it still saves here, each of the two"
-            _log.warning(f"{what} jobs removes steps of the other", pid, host, self._root)
+            what = "process %s on %s has locked root=%s. If it still saves here, end one of the"
+            _log.warning(f"{what} two jobs: each removes the other's steps", pid, host, self._root)
             return False
         os.truncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)

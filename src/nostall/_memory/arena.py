@@ -262,7 +262,7 @@ class Arena:
             raise SaveAbortedError(
                 "the engine that this save belongs to was closed",
                 phase="stage",
-                hint="make a new writer; call configure() and reset() while no save is in flight",
+                hint="make a new writer; call configure() and reset() only while no save runs",
             )
         fitting = [block for block in self._free if block.nbytes >= nbytes]
         if not fitting:

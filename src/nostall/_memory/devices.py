@@ -130,7 +130,7 @@ class Pinning:
         except RuntimeError as error:
             self._may_pin = False
             _log.warning(
-                "snapshot memory is not pinned, copies off the device are slower: %s", error
+                "snapshot memory is not pinned, copies from the device are slower: %s", error
             )
 
     def unpin(self, block: Block) -> None:

@@ -262,7 +262,7 @@ def _finish_at_exit() -> None:
         import logging
 
         log = logging.getLogger("nostall")
-        log.warning("threads still run %g s after exit began: %s", _AT_EXIT_TIMEOUT_S, left)
+        log.warning("threads are still running %g s after exit began: %s", _AT_EXIT_TIMEOUT_S, left)
 
 
 # Before the hooks of other modules, which import this: hooks run in reverse order.

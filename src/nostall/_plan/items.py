@@ -62,7 +62,7 @@ def require_representable(plan: SavePlan, file_format: FileFormat, *, rank: int)
             f"a safetensors file cannot hold {some(strange, _NAMED)}",
             rank=rank,
             phase="plan",
-            hint="they have dense tensors of the dtypes in docs/format.md; save the others to"
+            hint="it holds only dense tensors of the dtypes in docs/format.md; save the others to"
             " another checkpoint, with SerializationFormat.TORCH_SAVE",
         )
 
@@ -114,7 +114,7 @@ def _plan_tensor(item: WriteItem, tensor: torch.Tensor, settings: _Settings) -> 
     if missing := _torch.missing_data(tensor):
         raise ValueError(missing)
     if not all(type(length) is int for length in tensor.shape):
-        raise ValueError("a length of the tensor is not a number, as of a jagged nested tensor")
+        raise ValueError("a tensor dimension has no fixed length, as in a jagged nested tensor")
     chunk = tensor.shape if item.tensor_data is None else item.tensor_data.chunk.sizes
     weight = math.prod(chunk) * tensor.itemsize
     stride = _torch.payload_stride(tensor)

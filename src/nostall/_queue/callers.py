@@ -335,7 +335,7 @@ class AsyncCaller(ABC):
         with uninterrupted():
             if blocking and not is_done(call.outcome, timeout_s):
                 raise SaveTimeoutError(
-                    f"request {call.request.call_idx} was not done within {timeout_s:g} s",
+                    f"request {call.request.call_idx} did not finish within {timeout_s:g} s",
                     rank=coordination_for(None).rank,
                     phase="write",
                     hint="wait again, or give it up with close(abort=True)",
@@ -414,9 +414,7 @@ def require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeout
     """Raise ``OptionError`` for values that would otherwise fail when a process is started."""
     EngineOptions(cpu_priority=cpu_priority, io_priority=io_priority)
     if not sigterm_timeout > 0:
-        raise OptionError(
-            f"sigterm_timeout={sigterm_timeout} is not possible", hint="use seconds > 0"
-        )
+        raise OptionError(f"invalid sigterm_timeout={sigterm_timeout}", hint="use seconds > 0")
 
 
 class PersistentAsyncCaller(AsyncCaller):

@@ -64,7 +64,7 @@ def fail_late(call: Call, limit_s: float) -> None:
     """Let a request fail with a timeout, unless its report comes first."""
     late = Failure(
         kind="SaveTimeoutError",
-        message=f"request {call.request.call_idx} was not done within {limit_s:.4g} s"
+        message=f"request {call.request.call_idx} did not finish within {limit_s:.4g} s"
         f"{_how_far([call])}",
         phase="write",
     )
@@ -136,10 +136,10 @@ def look_at(call: Call, first_index: int, last_index: int, *, waits: bool) -> Vi
 def late(calls: Sequence[Call], timeout_s: float, *, hint: str) -> SaveTimeoutError:
     """The error for requests that are still scheduled after a wait."""
     unfinished = sum(not is_done(call.outcome) for call in calls)
-    others = "" if unfinished else "; another rank is not done"
+    others = "" if unfinished else "; another rank has not finished"
     return SaveTimeoutError(
-        f"{unfinished} of {len(calls)} requests are not done on this rank after"
-        f" {timeout_s:g} s{others}{_how_far(calls)}",
+        f"timed out after {timeout_s:g} s with {unfinished} of {len(calls)} requests unfinished on"
+        f" this rank{others}{_how_far(calls)}",
         rank=coordination_for(None).rank,
         phase="write",
         hint=hint,
@@ -201,7 +201,7 @@ def aborted_by_another_thread(call: Call) -> SaveAbortedError:
         " it",
         rank=coordination_for(None).rank,
         phase="write",
-        hint="it may be committed: ask nostall.is_complete; the queue can be used again",
+        hint="it may be committed: call nostall.is_complete(path); the queue can be used again",
     )
 
 
@@ -277,9 +277,9 @@ def finish_after(queue: AsyncCallsQueue, error: BaseException, coordination: Coo
     """
     before, timeout_s = queue.pending, _timeout_s()
     _log.warning(
-        "an exception was raised with %s not finalised; waiting up to %g s",
-        counted(before, "request"),
+        "exception raised: waiting up to %g s for %s (Ctrl-C, twice if needed, gives them up)",
         timeout_s,
+        counted(before, "request"),
     )
     with preemption.deferred(then_end=False):  # the error is raised in any case
         deadline_s = time.monotonic() + (0 if isinstance(error, SaveTimeoutError) else timeout_s)
@@ -287,7 +287,7 @@ def finish_after(queue: AsyncCallsQueue, error: BaseException, coordination: Coo
         with nullcontext("") if is_alone else leaving(coordination, LEAVING_S) as why:
             lost = why or _complete(queue, deadline_s)
     if lost:
-        add_note(error, f"requests were lost, of {before} that were pending: {lost}")
+        add_note(error, f"requests were lost ({before} were pending): {lost}")
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -303,8 +303,8 @@ def finish_all_at_exit() -> None:
     timeout_s, is_lost = _timeout_s(), bool(_lost_at_exit)
     if unfinished:
         _log.warning(
-            "the interpreter ends with %s not finalised; waiting up to %g s; close() the queue, or"
-            " the manager, to complete them earlier",
+            "exiting with %s not finalised; waiting up to %g s (Ctrl-C, twice if needed, gives"
+            " them up). To complete them earlier, close the queue or manager",
             counted(sum(queue.pending for queue in unfinished), "request"),
             timeout_s,
         )
@@ -346,12 +346,12 @@ def _finish(queue: AsyncCallsQueue, deadline_s: float) -> bool:
     """Whether all pending requests are committed; the others are given up."""
     before = queue.pending
     if queue.is_distributed and _ends_with_an_exception():
-        why = "this rank ends with an exception, so other ranks do not take part"
+        why = "this rank exits with an exception, so the other ranks do not participate"
     else:
         why = _complete(queue, deadline_s)
     if not why:
         return True
-    _log.error("requests were lost at exit, of %d that were pending: %s", before, why)
+    _log.error("requests were lost at exit (%d were pending): %s", before, why)
     try:
         queue.close(abort=True)
     except Exception:  # the interpreter ends; the exit status reports the loss

@@ -99,7 +99,7 @@ class Preemption:
                 hint="call drain_on_sigterm() from the main thread, before training starts",
             )
         if not is_possible_wait(grace_s) or grace_s == 0:
-            raise OptionError(f"grace_s={grace_s!r} is not possible", hint="use seconds > 0")
+            raise OptionError(f"invalid grace_s={grace_s!r}", hint="use seconds > 0")
         self._grace_s = grace_s
         self._is_anything_pending = is_anything_pending
         # A handler must not start a thread or set an event: the main thread may hold their locks.

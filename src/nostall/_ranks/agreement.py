@@ -95,7 +95,7 @@ class Scheduled:
         who = (
             f"ranks {sorted(behind)} have scheduled fewer requests ({behind})"
             if behind
-            else "all ranks have scheduled as many requests; a rank does not poll, is still"
+            else "all ranks have scheduled that many; a rank does not poll, is still"
             " scheduling, or has ended"
         )
         return SaveTimeoutError(
@@ -181,9 +181,9 @@ class Question:
         if highest != self._same:
             raise RankMismatchError(
                 f"ranks have scheduled different requests: rank {coordination.rank} polls number"
-                f" {mine.index} and has scheduled up to {mine.last}; over all ranks these are"
-                f" {-highest[2]} to {highest[0]} and {-highest[3]} to {highest[1]}, counted since"
-                " the queue was created or aborted",
+                f" {mine.index} and has scheduled up to {mine.last}; over all ranks, polled:"
+                f" {-highest[2]} to {highest[0]}, scheduled up to: {-highest[3]} to {highest[1]},"
+                " counted since the queue was created or aborted",
                 rank=coordination.rank,
                 phase="write",
                 hint="schedule and poll the same number of times on every rank",

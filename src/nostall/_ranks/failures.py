@@ -185,9 +185,9 @@ def await_report(
     if is_done(future, timeout_s):
         return future.result()
     give_up()
-    hint = "the storage is slower than EngineOptions.save_timeout_s allows, or it is stuck"
+    hint = "storage hangs, or EngineOptions.save_timeout_s is too short"
     if not is_done(future):
-        hint += "; the files are removed when it answers, or stay"
+        hint += "; the files are removed if storage answers, and stay otherwise"
     failure = Failure(
         kind="SaveTimeoutError",
         message=f"the files were not written within {timeout_s:g} s",

@@ -376,7 +376,7 @@ class GroupStore:
         """
         store = None if self._store is None else self._store()
         if store is not _torch.default_store():
-            raise RuntimeError("the process group of the save is gone")
+            raise RuntimeError("the process group of the save no longer exists")
         return store
 
 
@@ -526,7 +526,7 @@ class Membership:
     def lost(self, path: str, hint: str) -> RankLostError:
         """The error of a save whose ranks can no longer communicate."""
         return RankLostError(
-            f"the process group of {self.world_size} ranks that saved together is gone",
+            f"the process group of this save ({self.world_size} ranks) no longer exists",
             rank=self.rank,
             phase="collect",
             path=path,

@@ -154,7 +154,7 @@ class Planner(DefaultLoadPlanner):
             raise self._misfit(f"Size mismatch between {some(shapes)}")
         if self._strict_dtype and self.casts:
             casts = some([f"{name} from {dtypes}" for name, dtypes in self.casts.items()])
-            raise self._misfit(f"it would cast {casts}", ", and strict_dtype=False casts")
+            raise self._misfit(f"loading would cast {casts}", ", and strict_dtype=False casts")
         if without:
             raise self._misfit(f"{some(without)}: on the meta device, without memory to load into")
         if kinds:

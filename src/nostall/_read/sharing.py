@@ -276,7 +276,7 @@ def _agree(peers: Peers, failure: BaseException | None) -> None:
             f"rank {failed} failed while ranks read the checkpoint together",
             rank=failed,
             phase="read",
-            hint="the error of that rank says why",
+            hint="see the error of that rank",
         )
 
 

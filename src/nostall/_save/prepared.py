@@ -146,7 +146,7 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
     wanted = getattr(writer, "serialization_format", SerializationFormat.TORCH_SAVE)
     if not isinstance(wanted, SerializationFormat) or wanted not in _FORMATS:
         raise OptionError(
-            f"serialization_format={wanted!r} is not possible",
+            f"invalid serialization_format={wanted!r}",
             hint="use a member of torch.distributed.checkpoint.filesystem.SerializationFormat",
         )
     file_format = _FORMATS[wanted]

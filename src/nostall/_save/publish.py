@@ -174,7 +174,7 @@ class _PointOfNoReturn:
         for name in self._mine if point == "publish" else ():
             if not may_have(self._storage, name):
                 where = self._storage.where(name)
-                raise OSError(errno.ENOENT, "the files of this save are gone", where)
+                raise OSError(errno.ENOENT, "the files of this save no longer exist", where)
         self._faults.at(point)
         with self._lock:
             if self._is_given_up:

@@ -263,7 +263,7 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
         OptionError: ``share`` or ``timeout`` is not possible.
     """
     if not is_possible_wait(timeout):
-        raise OptionError(f"timeout={timeout!r} is not possible", hint="use seconds")
+        raise OptionError(f"invalid timeout={timeout!r}", hint="use seconds")
     engine = default_engine()
     if not isinstance(share, Mapping | Integral):
         raise OptionError(

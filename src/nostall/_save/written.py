@@ -47,7 +47,7 @@ def require_written(prepared: PreparedSave, report: RankReport) -> list[FileRece
     missing = [file.name for file in prepared.layout.files if file.name not in found]
     if missing:
         raise IncompleteSaveError(
-            f"no receipt for {missing}",
+            f"the writer reported no result for the files {missing}",
             rank=report.rank,
             phase="collect",
             job=prepared.target.job,

@@ -40,7 +40,7 @@ def require_possible(path: str | os.PathLike[str]) -> None:
     """Refuse, with ``OptionError``, a path that cannot name a checkpoint directory."""
     if not isinstance(path, str | os.PathLike):
         raise OptionError(
-            f"the checkpoint path is {path!r}", hint="pass a string or a pathlib.Path"
+            f"the checkpoint path is {path!r:.200}", hint="pass a string or a pathlib.Path"
         )
     if not os.fspath(path):
         raise OptionError("the checkpoint path is empty", hint="'.' is the current directory")
@@ -69,7 +69,7 @@ def place_of(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
         text = text.removeprefix(_FILE)
         if not text.startswith("/"):
             raise OptionError(
-                "the address of a directory has three slashes", path=str(path), hint="file:///path"
+                "a file:// address needs an absolute path", path=str(path), hint="file:///path"
             )
     place = _place_at(text) if is_address(text) else absolute(text)
     if storage_options is not None:
@@ -112,7 +112,7 @@ def absolute(path: str | os.PathLike[str]) -> str:
         return os.path.abspath(os.fspath(path))
     except OSError as error:
         raise OptionError(
-            f"the path is relative, and the working directory is gone: {error.strerror}",
+            f"the path is relative, and the working directory no longer exists: {error.strerror}",
             path=os.fsdecode(path),
             hint="pass an absolute path, or change to an existing directory",
         ) from error
@@ -181,7 +181,7 @@ def require_directory(path: str) -> None:
     """Raise ``OptionError`` for a path that cannot be a directory. Looks at storage."""
     hint = None if is_address(path) else why_no_directory(path)
     if hint is not None:
-        raise OptionError("the path is not that of a directory", path=path, hint=hint)
+        raise OptionError("the path is not a directory", path=path, hint=hint)
 
 
 def why_no_directory(path: str, code: int | None = None) -> str | None:
@@ -260,7 +260,7 @@ def _set_storage_options(place: str, options: Mapping[str, Any]) -> None:
         plain = json.dumps(dict(options))
     except (TypeError, ValueError) as error:
         raise OptionError(
-            f"storage_options must be texts, numbers and dictionaries of these: {error}",
+            f"storage_options must hold strings, numbers and dictionaries of these: {error}",
             hint="the writer process gets them, too; objects such as credential providers cannot"
             " be sent",
         ) from error

@@ -128,7 +128,7 @@ class StreamFiles:
         except Exception as error:  # of any kind; raised by write()
             self._fail(error, path)
         except SystemExit as error:  # it would end this thread only
-            self._fail(RuntimeError(f"a user's callable has called sys.exit: {error!r}"), path)
+            self._fail(RuntimeError(f"open_file or an extension called sys.exit: {error!r}"), path)
 
     def _fail(self, error: Exception, path: str) -> None:
         with self._failing:

@@ -187,12 +187,12 @@ def _pieces(
                     memory = memoryview(mmap.mmap(-1, memory_nbytes))
                 wanted = memory[:left_nbytes]
                 if stream.readinto(wanted) < len(wanted):
-                    raise Hopeless(f"a local file has only {stream.tell()} bytes", path)
+                    raise Hopeless(f"a local file has {stream.tell()} of {file.nbytes} bytes", path)
                 crc32 = checksum.crc32(wanted, crc32)
                 yield memory, len(wanted)
                 left_nbytes -= len(wanted)
             if stream.read(1) or file.crc32 not in (None, crc32):
-                raise Hopeless("a local file has another checksum than was committed", path)
+                raise Hopeless("a local file does not match its committed length or checksum", path)
     except FileNotFoundError:  # a later save may have removed it
         raise
     except OSError as error:
@@ -271,7 +271,7 @@ def _bring_all(
     here = source.shards()
     elsewhere = [file for file in files if file.name not in here]
     if elsewhere and shared:
-        raise Hopeless("a local file is gone", os.path.join(source.path, elsewhere[0].name))
+        raise Hopeless("a local file is missing", os.path.join(source.path, elsewhere[0].name))
     copier.bring(source, [file for file in files if file.name in here])
     if elsewhere and copier.content(DRAFT) != content:
         copier.storage.publish(DRAFT, [content])
@@ -282,9 +282,9 @@ def _bring_all(
             missing.append(file.name)
         elif nbytes != file.nbytes:
             path = copier.storage.where(file.name)
-            raise Hopeless("another host could not read a file; its log says why", path)
+            raise Hopeless("another host's local file is damaged or unreadable; see its log", path)
     if missing:
-        raise Waiting(f"{len(missing)} of {len(files)} files are not there yet: {missing[0]}")
+        raise Waiting(f"{len(missing)} of {len(files)} files have not arrived: {missing[0]}")
 
 
 def bring_part(
@@ -308,7 +308,7 @@ def bring_part(
     old = {name for name, at_s in here.items() if removes_old and at_s < old_s}
     source.remove((published | old - {file.name for file in drafted}) & here.keys())
     if not published.issuperset(files or here):
-        raise Waiting("the coordinator's host has not published it")
+        raise Waiting("the coordinator's host has not published the checkpoint")
 
 
 def main(socket_fd: int, parent_pid: int, checksums_from: str) -> None:
@@ -383,7 +383,7 @@ class _Promoter:
         root, name, files = job["root"], job["name"], job["files"]
         if files is None:
             if (version := committed_at(root, name)) is None:
-                raise Hopeless("the local checkpoint is gone", os.path.join(root, name))
+                raise Hopeless("the local checkpoint no longer exists", os.path.join(root, name))
             if not (record := Record(root, job["destination"])).has(name, version):
                 options = {option: job[option] for option in ("shared", "overwrite")}
                 with closing(Directory(root, name)) as source:

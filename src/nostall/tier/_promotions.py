@@ -102,7 +102,7 @@ class Promotion:
                 f"not at the destination after {timeout:g} s: {self.status}",
                 phase="promote",
                 path=self.path,
-                hint=f"it is committed in {self.local_path}, and its promotion goes on",
+                hint=f"it is committed in {self.local_path}, and its promotion continues",
             )
         if (failure := self.failure) is not None:
             raise error_of(RankFailed(rank=0, failure=failure))
@@ -280,7 +280,7 @@ def root_at(path: str, destination: str, *, shared: bool) -> Root:
     root = _process.roots.setdefault(path, Root(path, destination, shared=shared))
     if (root.destination, root.shared) != (destination, shared):
         raise OptionError(
-            f"its checkpoints belong in {root.destination}, local_staging_shared={root.shared}",
+            f"local_staging_dir is for {root.destination}, with local_staging_shared={root.shared}",
             path=path,
             hint="use a local directory for each directory of checkpoints",
         )
@@ -350,7 +350,7 @@ def _finish_at_exit() -> None:
     with suppress(KeyboardInterrupt):
         if unfinished := [each for each in _missing() if not each.done]:
             _log.warning(
-                "the interpreter ends with %s on the way to the destination; waiting up to %g s",
+                "exiting with %s not yet promoted; waiting up to %g s (Ctrl-C ends the wait)",
                 counted(len(unfinished), "checkpoint"),
                 timeout_s,
             )
@@ -361,7 +361,7 @@ def _finish_at_exit() -> None:
         if each.failure is not None:
             why = f"{each.failure.message} ({each.failure.hint})"
         else:
-            why = f"{each.status}; a job that starts with the same local_staging_dir goes on"
+            why = f"{each.status}; the next job with this local_staging_dir continues the promotion"
         _log.error("not at its destination: path=%s local=%s: %s", each.path, each.local_path, why)
     if left:
         end_with_a_loss()

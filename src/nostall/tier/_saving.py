@@ -55,7 +55,7 @@ def local_directory(root: str, place: str) -> str:
     is_top = os.path.dirname(place).rstrip("/") in ("", place.partition("//")[0])
     why = hint = None
     if not is_plain(name) or name.startswith(".") or is_top:
-        why = "with local_staging_dir the checkpoint needs a name of its own without a dot in front"
+        why = "with local_staging_dir the path must end with a name without a leading dot"
         hint = "use a path like DIRECTORY/step-100"
     elif f"{place}/".startswith(f"{root}/") or f"{root}/".startswith(f"{place}/"):
         why = "the checkpoint path is in local_staging_dir, or the other way round"
@@ -136,7 +136,7 @@ class TieredSave(RankSave):
                     rank=self.settings.rank,
                     phase="plan",
                     path=waiting[0].path,
-                    hint=f"they are committed in {self._path}; see to the destination",
+                    hint=f"they are committed in {self._path}; check the destination",
                 )
             if not is_told:
                 _log.warning("the save waits: %s", what)
