@@ -158,7 +158,7 @@ def measure_callers(
                 queue.schedule_async_request(caller.request(path, state))
             while not queue._caller._calls[0].outcome.done():
                 time.sleep(0.001)  # a training step
-            with _timed("_finalize", sample, "commit_s"):
+            with _timed("_commit_save", sample, "commit_s"):
                 while queue.pending:
                     time.sleep(0.01)
                     began_s = time.thread_time()

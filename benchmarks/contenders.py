@@ -34,7 +34,7 @@ from nostall.state_dict_saver import (
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A save under way; every rank polls it until it is durable."""
+    """A save in progress; every rank polls it until it is durable."""
 
     poll: Callable[[], bool]
     """Whether the checkpoint is durable; finalises it when possible, raises if it failed."""

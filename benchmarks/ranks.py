@@ -30,7 +30,7 @@ from nostall import _torch
 from nostall._commit.columns import Results, ResultsReference, compact, in_columns, sharing
 from nostall._commit.publication import KnownResults
 from nostall._engine import default_engine
-from nostall._model.threads import no_collection
+from nostall._model.threads import gc_paused
 from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import global_plan_of, reusable_metadata, with_local_plans
 from nostall._save.decide import RankMessage, commit_split_save
@@ -88,13 +88,13 @@ class Exchange:
         self.collectives += 1
         messages = [pickle.dumps(message_of(rank)) for rank in range(self.ranks)]
         self.up_nbytes += sum(map(len, messages))
-        with self.coordinator(), no_collection() if self.is_ours else nullcontext():
+        with self.coordinator(), gc_paused() if self.is_ours else nullcontext():
             return [pickle.loads(each) for each in messages]
 
     def scatter(self, values: Sequence[T]) -> list[T]:
         """Scatter one message to each rank; returns what they get."""
         self.collectives += 1
-        with self.coordinator(), no_collection() if self.is_ours else nullcontext():
+        with self.coordinator(), gc_paused() if self.is_ours else nullcontext():
             messages = [pickle.dumps(each) for each in values]
         self.down_nbytes += sum(map(len, messages))
         return [pickle.loads(each) for each in messages]
@@ -254,7 +254,7 @@ class SplitFunctions(Stock):
             changed_plan=None,
             save_here=SaveId(1, self._saves),
             counts_alike=True,
-            took_s=1.0,
+            duration_s=1.0,
         )
         return message.encoded()
 

@@ -23,14 +23,14 @@ from torch.utils.hooks import RemovableHandle
 from nostall._memory.arena import Arena, Block, Lease
 from nostall._memory.copying import CopyMethod
 from nostall._memory.devices import Pinning
-from nostall._memory.overlap import any_under_way, wait_staged
+from nostall._memory.overlap import any_snapshot_in_progress, wait_staged
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
 from nostall._model.jobs import RankReport, WriteJob
-from nostall._model.progress import LoadStatus, SaveStatus, UnderWay, load_statuses
+from nostall._model.progress import LoadStatus, SavesInProgress, SaveStatus, load_statuses
 from nostall._model.threads import is_done, spawn_in_torch, uninterrupted
 from nostall._model.values import ItemShape, Layout
-from nostall._plan.layout import FileNaming, Packing, lay_out, renamed
+from nostall._plan.layout import FileNaming, Packing, lay_out, with_naming
 from nostall._ranks.failures import CANCEL_TIMEOUT_S, joined, when_done
 from nostall._writer.trainer_side import WriterProcess
 from nostall.errors import OptionError, SaveAbortedError
@@ -56,7 +56,7 @@ class Engine:
         """Places of staged payloads in their images, by structure and options."""
         self.faults = b""
         """Faults for saves that start now, see ``_model.jobs.Faults``; set by tests only."""
-        self.under_way = UnderWay()
+        self.in_progress = SavesInProgress()
         """Progress of the saves that use this engine."""
         self._cancellable: set[tuple[str, threading.Event]] = set()
         self._is_closed = False
@@ -93,7 +93,7 @@ class Engine:
         with self._lock:
             layout = self._layouts.pop(key, None) or lay_out(shapes, naming, packing)
             _keep(self._layouts, key, layout)
-        return renamed(layout, naming)
+        return with_naming(layout, naming)
 
     def lease(self, nbytes: int, *, beyond_limit: bool = False) -> Lease:
         """Snapshot memory; see :meth:`nostall._memory.arena.Arena.lease`."""
@@ -197,8 +197,8 @@ class Engine:
                         cpu_priority=self.options.cpu_priority,
                         io_priority=self.options.io_priority,
                         send_timeout_s=self.options.save_timeout_s,
-                        on_progress=self.under_way.wrote,
-                        on_created=self.under_way.created,
+                        on_progress=self.in_progress.wrote,
+                        on_created=self.in_progress.created,
                     )
                 )
                 self._writers.append(usable[0])
@@ -209,7 +209,7 @@ class Engine:
         """Whether a writer process has an unfinished job, or a snapshot for one is being taken."""
         with self._lock:
             writers = list(self._writers)
-        return any_under_way() or any(not writer.idle for writer in writers)
+        return any_snapshot_in_progress() or any(not writer.idle for writer in writers)
 
     def cancel(self, job: str, done: Future[RankReport] | None = None) -> None:
         """Cancel one save: writer processes that do not answer in time are killed.
@@ -340,7 +340,7 @@ def status() -> tuple[SaveStatus | LoadStatus, ...]:
     """
     with _process.lock:
         engine = _process.engine
-    saves = () if engine is None else engine.under_way.statuses()
+    saves = () if engine is None else engine.in_progress.statuses()
     return (*saves, *load_statuses())
 
 

@@ -78,6 +78,6 @@ class CachedMetadataFileSystemReader(FileSystemReader):
             cls._cache.clear()
             return
         directory = identity(place_of(path) if is_address(path) else os.fspath(path))
-        for known in list(cls._cache):
-            if os.path.dirname(known) == directory:
-                cls._cache.pop(known, None)
+        for cached in list(cls._cache):
+            if os.path.dirname(cached) == directory:
+                cls._cache.pop(cached, None)

@@ -39,7 +39,7 @@ from nostall._queue.ending import (
     add_note,
     drain_on_sigterm,
     fail_late,
-    finalize,
+    finalize_call,
     finish_after,
     late,
     live_queues,
@@ -294,7 +294,7 @@ class AsyncCallsQueue:
         if not is_ours:
             raise aborted_by_another_thread(call)
         try:
-            finalize(call, coordination, agreed, no_dist=no_dist)
+            finalize_call(call, coordination, agreed, no_dist=no_dist)
         except (RankLostError, SaveTimeoutError):  # the ranks cannot continue together
             raise
         except (Exception, CheckpointException) as error:  # on every rank

@@ -34,7 +34,7 @@ from nostall._queue.ending import report_loss
 from nostall._queue.sigterm import preemption
 from nostall._ranks.group import SingleProcess, coordination_for
 from nostall._save.decide import commit_results
-from nostall._save.prepared import Beside, OwnOptions, settings_of
+from nostall._save.prepared import OwnOptions, ReplacingPrefix, settings_of
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.written import WrittenItems, write_results
 from nostall._storage.locations import is_address, is_place, local_tier_of, place_of
@@ -253,7 +253,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if settings.has_unique_names or not settings.may_replace(default_engine()):
             return plans
         return [
-            replace(plan, storage_data=Beside(plan.storage_data.prefix, str(self.path)))
+            replace(plan, storage_data=ReplacingPrefix(plan.storage_data.prefix, str(self.path)))
             for plan in plans
         ]
 

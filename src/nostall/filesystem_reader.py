@@ -23,13 +23,13 @@ from nostall import _torch
 from nostall._commit.description import Description, describe
 from nostall._model.names import AS_SAFETENSORS
 from nostall._model.progress import ReadCounter, listed
-from nostall._model.threads import interruptible, no_collection, uninterrupted
+from nostall._model.threads import gc_paused, interruptible, uninterrupted
 from nostall._model.wording import counted
 from nostall._ranks.group import TorchGroup, require_members
 from nostall._read.plan import Form, Wanted, chunk_of, nbytes_by_archive, rows_of
 from nostall._read.planner import Planner
 from nostall._read.reading import read_items
-from nostall._read.sharing import Member, Share, all_want_to_share, read_shared, share
+from nostall._read.sharing import Member, ReadShare, all_want_to_share, read_shared, share_reads
 from nostall._storage.locations import identity, is_address, is_place, place_of, storage_at
 from nostall._storage.port import ReadableFiles, Source
 from nostall._storage.posix import PosixStorage
@@ -193,10 +193,10 @@ class FileSystemReader(dcp.FileSystemReader):
             OptionError: Some ranks share and others do not, or not in this group.
         """
         members = [plan.storage_data for plan in plans]
-        shares: list[Share] | None = None
+        shares: list[ReadShare] | None = None
         if all_want_to_share(members):
             wanted = [self._wanted(plan)[0] for plan in plans]
-            shares = share([nbytes_by_archive(each, self._rows_of) for each in wanted])
+            shares = share_reads([nbytes_by_archive(each, self._rows_of) for each in wanted])
         elif not any(isinstance(each, Member) for each in members):
             return plans
         return [
@@ -227,7 +227,7 @@ class FileSystemReader(dcp.FileSystemReader):
         if casts and _place_of_this_rank()[0] == 0:
             what, kinds = counted(len(casts), "tensor"), ", ".join(sorted(set(casts.values())))
             _log.info("casting %s, %s: path=%s", what, kinds, self._resolved())
-        with no_collection():
+        with gc_paused():
             self._read(wanted, planner, plan.storage_data)
         if transformed:
             stock = copy.copy(self)
@@ -279,7 +279,7 @@ class FileSystemReader(dcp.FileSystemReader):
             )
 
         with listed(path, rank, counter):
-            if isinstance(shared, Share):
+            if isinstance(shared, ReadShare):
                 assert self._peers is not None  # all_want_to_share
                 read_shared(shared, wanted, files, self._peers, read, threads=self._threads)
             else:

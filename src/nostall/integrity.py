@@ -18,7 +18,7 @@ from nostall._commit.checking import (
     Damage,
     damage_by,
     look_at,
-    read_description,
+    read_inventory,
     require_answers,
     size_of,
     unreadable,
@@ -142,14 +142,14 @@ def why_incomplete(
 def _why_incomplete(files: Files) -> str | None:
     """Look once at the metadata and the sizes of files, for :func:`why_incomplete`."""
     try:
-        description = read_description(files, with_items=False)
+        inventory = read_inventory(files, with_items=False)
     except UnknownMetadataError:
         raise
     except (DamagedCheckpointError, UntrustedMetadataError) as error:
         return f"{METADATA_NAME}: {error.message}"
     except OSError as error:
         return f"{METADATA_NAME}: {unreadable(error)}"
-    for file in description.files:
+    for file in inventory.files:
         _, damage = size_of(files, file)
         if damage is not None:
             return str(damage)
@@ -294,7 +294,7 @@ def _verified(
 ) -> Verification:
     directory = files.where()
     try:
-        description = read_description(files, with_items=True)
+        inventory = read_inventory(files, with_items=True)
     except (FileNotFoundError, NotADirectoryError):
         note = f"no checkpoint was committed here: {METADATA_NAME} does not exist"
         return Verification(path=directory, state=State.NOT_THERE, note=note)
@@ -303,7 +303,7 @@ def _verified(
     except (OSError, DamagedCheckpointError, UntrustedMetadataError) as error:
         damage = damage_by(error, METADATA_NAME)
         return Verification(path=directory, state=_state_with([damage]), damages=(damage,))
-    sizes = [(file, *size_of(files, file)) for file in description.files]
+    sizes = [(file, *size_of(files, file)) for file in inventory.files]
     whole = [(file, nbytes) for file, nbytes, damage in sizes if damage is None]
     use_fastest()
     counter = ReadCounter(sum(nbytes for _, nbytes in whole), progress)
@@ -325,13 +325,13 @@ def _verified(
     return Verification(
         path=directory,
         state=_state_with(found),
-        note=description.note,
+        note=inventory.note,
         damages=tuple(found),
         files=len(sizes),
         nbytes=sum(nbytes for _, nbytes, _ in sizes),
-        items=description.items,
+        items=inventory.items,
         unchecked=tuple(unchecked),
-        has_manifest=description.has_manifest,
+        has_manifest=inventory.has_manifest,
     )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall._commit.commit import found_instead
-from nostall._model.threads import no_collection
+from nostall._model.threads import gc_paused
 from nostall._read.planner import Planner, empty_in, outer_names
 from nostall._storage.locations import identity, is_address, place_of, require_possible
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
@@ -137,7 +137,7 @@ def load(
     if process_group is None or not use_collectives:
         is_in_group = dist.is_available() and dist.is_initialized()
         number = dist.get_rank(process_group) if is_in_group else 0
-        with no_collection():
+        with gc_paused():
             metadata = reader.read_metadata(rank=None if use_collectives else number)
             planner.set_up_planner(present, metadata, is_coordinator=True)
             reader.set_up_storage_reader(metadata, is_coordinator=True)

@@ -258,11 +258,11 @@ class CheckpointManager:
                     metadata_cache=self._cache,
                 )
                 save_fn, preload_fn, arguments = writer.get_save_function_and_args()
-                finalize: list[Callable[[], Any]] = [
+                finalize_fns: list[Callable[[], Any]] = [
                     partial(save_state_dict_async_finalize, *planned),
                     partial(self._note_committed, handle),
                 ]
-                request = AsyncRequest(save_fn, arguments, finalize, preload_fn=preload_fn)
+                request = AsyncRequest(save_fn, arguments, finalize_fns, preload_fn=preload_fn)
                 self._queue.schedule_async_request(request)
             except BaseException as error:  # passed on
                 if len(self._handles) > self._queue.pending:  # the queue does not have it

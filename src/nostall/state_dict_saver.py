@@ -151,7 +151,7 @@ def _prepare_to_commit_early(
         if busy_in(split.prepared.target.settings.directory) - {split.visit}:
             return None  # of two saves to a directory, the later one has to win
         if split.has_to_run:
-            report = split.collect()  # has the names of the files
+            report = split.checked_report()  # has the names of the files
             require_written(split.prepared, report)
         outcome = ResultsReference(token=token, files=split.prepared.files)
         return _message(save, outcome, session).encoded()
@@ -181,7 +181,7 @@ def _message(save: RankSave, outcome: RankOutcome, session: SaveSession) -> Rank
         changed_plan=session.changed_plan,
         save_here=session.save_here,
         counts_alike=session.save is not None,
-        took_s=save.timeline.took_s(save.state.receipts),
+        duration_s=save.timeline.duration_s(save.state.receipts),
     )
 
 
@@ -203,10 +203,10 @@ def save_state_dict_async_finalize(
     if not isinstance(session, SaveSession):  # the caller's own: without planning results
         session = SaveSession(session.group, session.use_dist, session.coordinator_rank)
     with preemption.deferred(then_end=False):
-        _finalize(storage_writer, global_metadata, session)
+        _commit_save(storage_writer, global_metadata, session)
 
 
-def _finalize(
+def _commit_save(
     writer: FileSystemWriterAsync, metadata: Metadata | None, session: SaveSession
 ) -> None:
     save, split = writer._rank_save, writer._rank_save.split

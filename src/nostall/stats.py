@@ -171,7 +171,7 @@ class Timeline:
             spans=(*spans, *(span for receipt in receipts for span in _spans_of(receipt))),
         )
 
-    def took_s(self, receipts: Sequence[FileReceipt]) -> float:
+    def duration_s(self, receipts: Sequence[FileReceipt]) -> float:
         """Seconds from the first span until the last file was durable."""
         with self._lock:
             begin_s = min((span.begin_s for span in self._spans), default=0.0)

@@ -17,7 +17,7 @@ import torch
 from nostall._engine import default_engine
 from nostall._memory.arena import Lease
 from nostall._model.jobs import FileImage, RankFailed, RankReport, SealTable, WriteJob
-from nostall._model.progress import State
+from nostall._model.progress import SaveState
 from nostall._model.threads import is_done, spawn_or_run, uninterrupted
 from nostall._save.split_save import BackgroundSave
 from nostall._storage.locations import absolute, without_links
@@ -69,7 +69,7 @@ class _FileSave(BackgroundSave):
     ) -> None:
         # As torch.save does, which writes to what a link leads to.
         job, self._path = uuid.uuid4().hex, without_links(absolute(path))
-        progress = default_engine().under_way.begin(job, path=self._path, rank=0)
+        progress = default_engine().in_progress.begin(job, path=self._path, rank=0)
         super().__init__(rank=0, job=job, progress=progress)
         self._state_dict = state_dict
         self._args = args
@@ -78,7 +78,7 @@ class _FileSave(BackgroundSave):
     def stage(self) -> tuple[Lease, int]:
         """The archive in snapshot memory, and its length."""
         with uninterrupted():
-            self.progress.to(State.STAGING)
+            self.progress.to(SaveState.STAGING)
             nbytes = self._archive_nbytes()
             self.progress.nbytes = nbytes
             lease = self.engine.lease(nbytes)
@@ -102,7 +102,7 @@ class _FileSave(BackgroundSave):
             return lease, sink.tell()  # may be less, for the same reason
 
     def submit(self, snapshot: tuple[Lease, int]) -> Future[RankReport]:
-        self.progress.to(State.STAGED)
+        self.progress.to(SaveState.STAGED)
         lease, nbytes = snapshot
         placed: Future[RankReport] = Future()
 
@@ -164,9 +164,9 @@ class _FileSave(BackgroundSave):
     def _settle(self, report: RankReport) -> None:
         # There are no other ranks, and no metadata.
         if isinstance(report, RankFailed):
-            self.progress.to(State.FAILED)
-        elif self.progress.to(State.WRITTEN):
-            self.progress.to(State.COMMITTED)
+            self.progress.to(SaveState.FAILED)
+        elif self.progress.to(SaveState.WRITTEN):
+            self.progress.to(SaveState.COMMITTED)
         super()._settle(report)
 
     def _put_in_place(self, temporary_name: str, after: Future[RankReport] | None) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import nostall
 from cli.conftest import Run
-from nostall._cli.listing import Listed, State, parse_policies, reasons, why_kept
+from nostall._cli.listing import Listed, ListedState, parse_policies, reasons, why_kept
 from support.permissions import without_permission
 from support.states import save_stock_way
 
@@ -97,7 +97,7 @@ def test_what_is_not_complete_is_left(tmp_path: Path, run: Run) -> None:
     next((tmp_path / "step-5").glob("*.distcp")).unlink()
     (tmp_path / "step-2").rename(tmp_path / "best")
     (tmp_path / "pinned").symlink_to("step-3")
-    for step, name in ((9, "__0_0.distcp"), (10, "notes.txt")):  # under way; not a checkpoint
+    for step, name in ((9, "__0_0.distcp"), (10, "notes.txt")):  # in progress; not a checkpoint
         (tmp_path / f"step-{step}").mkdir()
         (tmp_path / f"step-{step}" / name).touch()
     status, shown, _ = run("prune", tmp_path, "--keep", "latest=1", "--delete")
@@ -231,7 +231,7 @@ CHECKPOINTS = st.lists(
         ),
         name=st.sampled_from(["step", "save_", "epoch=1-step="]),
         step=st.integers(0, 99),
-        state=st.sampled_from(State),
+        state=st.sampled_from(ListedState),
         nbytes=st.just(1),
         files=st.just(1),
         at_s=st.sampled_from([0.0, 1.0, 3600.0, 7200.5, 50_000.0])
@@ -257,9 +257,9 @@ def test_the_newest_complete_one_always_stays(checkpoints: list[Listed], text: s
     """The newest complete checkpoint, every promised step, and all incomplete ones are kept."""
     policies = parse_policies(text)
     kept = why_kept(checkpoints, policies, set())
-    complete = [each for each in checkpoints if each.state is State.COMPLETE]
+    complete = [each for each in checkpoints if each.state is ListedState.COMPLETE]
     assert not complete or max(complete, key=lambda each: each.order).path in kept
-    assert all(each.path in kept for each in checkpoints if each.state is not State.COMPLETE)
+    assert all(each.path in kept for each in checkpoints if each.state is not ListedState.COMPLETE)
     steps = sorted({each.step for each in complete if each.step is not None})
     for kind, _, value in (each.partition("=") for each in policies):
         promised = {

@@ -23,12 +23,12 @@ from nostall import _torch
 from nostall._commit.description import on_demand
 from nostall._commit.index import (
     HEADER,
+    IndexBytes,
     InvalidIndexError,
     ItemIndex,
-    WrittenIndex,
     encoded,
+    index_bytes,
     parsed,
-    written,
 )
 from nostall._commit.indexing import entries_and_places, read_index
 from nostall._commit.manifest import split, with_manifest
@@ -266,26 +266,26 @@ def test_each_impossible_column_is_refused(fault: str) -> None:
         parsed(content_of(encoded(forged)), NBYTES_OF)
     if fault in COLUMNS:
         with pytest.raises(InvalidIndexError, match=reason):
-            written(forged)
+            index_bytes(forged)
     else:
-        assert not written(forged).fits(NBYTES_OF)
-        assert written(original()).fits(NBYTES_OF)
+        assert not index_bytes(forged).fits(NBYTES_OF)
+        assert index_bytes(original()).fits(NBYTES_OF)
 
 
 def with_number(at: int, number: int) -> bytes:
     """An index with another number in its header."""
-    whole = content_of(written(original()))
+    whole = content_of(index_bytes(original()))
     values = list(HEADER.unpack_from(whole))
     values[at] = number
     return HEADER.pack(*values) + whole[HEADER.size :]
 
 
 def with_tables(tables: bytes) -> bytes:
-    return bytes(written(original()).body) + tables
+    return bytes(index_bytes(original()).body) + tables
 
 
 BYTES: dict[str, tuple[str, Callable[[], bytes]]] = {
-    "header": ("too short", lambda: content_of(written(original()))[: HEADER.size - 1]),
+    "header": ("too short", lambda: content_of(index_bytes(original()))[: HEADER.size - 1]),
     "items": ("cut off", lambda: with_number(2, 1 << 60)),
     "length of names": ("cut off", lambda: with_number(6, 1 << 60)),
     "tables": ("names or tables that are not UTF-8", lambda: with_tables(b"\xff")),
@@ -318,7 +318,7 @@ def outcome_of(content: bytes) -> Metadata | None:
 
 def test_each_change_of_an_index_without_a_checksum_is_an_error_or_possible_metadata() -> None:
     """The checks of the pickle accept what is not refused, and no change is lost on the way."""
-    whole = content_of(written(original()))
+    whole = content_of(index_bytes(original()))
     same = 0
     for at in range(len(whole)):
         assert outcome_of(whole[:at]) is None
@@ -376,7 +376,7 @@ def test_a_save_whose_files_end_earlier_has_no_index(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """A reader would refuse an index of places that the manifest's files do not have."""
-    monkeypatch.setattr(WrittenIndex, "fits", lambda *_: False)
+    monkeypatch.setattr(IndexBytes, "fits", lambda *_: False)
     checkpoint = request.getfixturevalue("checkpoint")
     assert b"#nostall-index" not in (checkpoint / ".metadata").read_bytes()
     require_loaded(checkpoint)
@@ -384,10 +384,10 @@ def test_a_save_whose_files_end_earlier_has_no_index(
 
 def test_an_index_of_another_format_is_passed_over(checkpoint: Path) -> None:
     """A later version may write another: this one reads the pickle, and verifies the rest."""
-    index = content_of(written(original()))
+    index = content_of(index_bytes(original()))
     unknown = index[:16] + (3).to_bytes(8, "little") + b"of another form"
     crc32 = checksum.crc32(unknown)
-    other = WrittenIndex(body=unknown, body_crc32=crc32, properties=(), files=(), ends=())
+    other = IndexBytes(body=unknown, body_crc32=crc32, properties=(), files=(), ends=())
     with_index_of(checkpoint, other)
     require_loaded(checkpoint)
     assert nostall.verify(checkpoint).state is State.WHOLE

@@ -55,7 +55,7 @@ def require_agreement(
 
 
 def test_a_signal_at_any_call_of_a_save_leaves_a_working_manager(tmp_path: Path) -> None:
-    """While an earlier save is under way; the interrupted one is committed, or leaves nothing."""
+    """While an earlier save is in progress; the interrupted one is committed, or leaves nothing."""
     with CheckpointManager(tmp_path / "counted") as manager:
         manager.save(1, state(1)).result()
         with interrupted(0, calls_ours) as calls:

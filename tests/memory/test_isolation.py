@@ -184,7 +184,7 @@ class Changing(threading.Thread):
 
     def wait_for_rounds(self, count: int) -> None:
         """Return when it has begun and finished so many more."""
-        wanted = self._rounds + count + 1  # the one under way may have begun before
+        wanted = self._rounds + count + 1  # the one in progress may have begun before
         wait_until(lambda: self._rounds >= wanted or bool(self._failures))
 
     def end(self) -> None:
@@ -214,7 +214,7 @@ class Split:
 
 
 class InDcp:
-    """``dcp.async_save``, which has one save under way at a time."""
+    """``dcp.async_save``, which has one save in progress at a time."""
 
     def __init__(self, staging: StagingMode) -> None:
         self._staging = staging

@@ -81,7 +81,7 @@ def adagrad(parameters: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 class Saves:
-    """One save under way at a time, in two ways by turns, each with what it should hold."""
+    """One save in progress at a time, in two ways by turns, each with what it should hold."""
 
     def __init__(self, out: Path, queue: AsyncCallsQueue) -> None:
         self._out, self._queue = out, queue

@@ -128,9 +128,9 @@ def test_few_values_are_beside_a_target_on_its_device(fake: FakeAccelerator) -> 
     target = on_device(fake, 4)
     uploads = Uploads(1)
     uploads.prepare([target])
-    assert uploads.beside(target, (2, 8), torch.float32).device == fake.device
-    assert uploads.beside(target, (0, 8), torch.float32).device.type == "cpu"
-    assert uploads.beside(target, (257, 1 << 20), torch.uint8).device.type == "cpu"
+    assert uploads.scratch_for(target, (2, 8), torch.float32).device == fake.device
+    assert uploads.scratch_for(target, (0, 8), torch.float32).device.type == "cpu"
+    assert uploads.scratch_for(target, (257, 1 << 20), torch.uint8).device.type == "cpu"
 
 
 def test_memory_beside_a_target_belongs_to_the_stream_of_the_load(fake: FakeAccelerator) -> None:
@@ -139,7 +139,7 @@ def test_memory_beside_a_target_belongs_to_the_stream_of_the_load(fake: FakeAcce
     with fake.module.stream(own), Uploads(1) as uploads, ThreadPoolExecutor(1) as pool:
         target = on_device(fake, PART)
         uploads.prepare([target])
-        pool.submit(uploads.beside, target, (3,), torch.float32).result(DEADLINE_S)
+        pool.submit(uploads.scratch_for, target, (3,), torch.float32).result(DEADLINE_S)
     assert fake.allocated_on == [own, own]
 
 

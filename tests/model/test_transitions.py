@@ -7,20 +7,20 @@ from itertools import pairwise
 
 import pytest
 
-from nostall._model.progress import TRANSITIONS, Progress, State
+from nostall._model.progress import TRANSITIONS, Progress, SaveState
 
 ON_ITS_WAY = [
-    State.PLANNED,
-    State.STAGING,
-    State.STAGED,
-    State.WRITING,
-    State.WRITTEN,
-    State.COMMITTED,
+    SaveState.PLANNED,
+    SaveState.STAGING,
+    SaveState.STAGED,
+    SaveState.WRITING,
+    SaveState.WRITTEN,
+    SaveState.COMMITTED,
 ]
-ENDS = {State.COMMITTED, State.FAILED, State.ABORTED}
+ENDS = {SaveState.COMMITTED, SaveState.FAILED, SaveState.ABORTED}
 
 
-def in_state(state: State) -> Progress:
+def in_state(state: SaveState) -> Progress:
     """A save that got to a state by legal steps."""
     save = Progress(path="/checkpoints/1", rank=0)
     for step in ON_ITS_WAY[1 : ON_ITS_WAY.index(state) + 1] if state in ON_ITS_WAY else [state]:
@@ -29,9 +29,9 @@ def in_state(state: State) -> Progress:
     return save
 
 
-@pytest.mark.parametrize("present", State)
-@pytest.mark.parametrize("wanted", State)
-def test_a_save_moves_exactly_as_the_table_says(present: State, wanted: State) -> None:
+@pytest.mark.parametrize("present", SaveState)
+@pytest.mark.parametrize("wanted", SaveState)
+def test_a_save_moves_exactly_as_the_table_says(present: SaveState, wanted: SaveState) -> None:
     """Pairs of states in the table are legal transitions; all others leave the state unchanged."""
     save = in_state(present)
     is_possible = wanted in TRANSITIONS[present]
@@ -44,16 +44,16 @@ def test_the_table_leads_forward_and_out() -> None:
 
     But for an aborted save: a report that crosses the abort counts, and its files are removed.
     """
-    assert TRANSITIONS.keys() == set(State)
+    assert TRANSITIONS.keys() == set(SaveState)
     for present, following in pairwise(ON_ITS_WAY):
         assert following in TRANSITIONS[present]
         assert TRANSITIONS[present] & set(ON_ITS_WAY) <= set(
             ON_ITS_WAY[ON_ITS_WAY.index(following) :]
         )
-        assert State.FAILED in TRANSITIONS[present]
-        assert (State.ABORTED in TRANSITIONS[present]) is (present is not State.WRITTEN)
+        assert SaveState.FAILED in TRANSITIONS[present]
+        assert (SaveState.ABORTED in TRANSITIONS[present]) is (present is not SaveState.WRITTEN)
     for last in ENDS:
-        follows = {State.WRITTEN, State.FAILED} if last is State.ABORTED else set()
+        follows = {SaveState.WRITTEN, SaveState.FAILED} if last is SaveState.ABORTED else set()
         assert TRANSITIONS[last] == follows
         assert in_state(last).is_over
         assert in_state(last).status() is None
@@ -62,15 +62,16 @@ def test_the_table_leads_forward_and_out() -> None:
 def test_one_of_several_threads_ends_a_save() -> None:
     """A commit and an abort at the same time: one of them was first, and all see the same."""
     for _ in range(50):
-        save, start, won = in_state(State.WRITTEN), threading.Barrier(2), []
+        save, start, won = in_state(SaveState.WRITTEN), threading.Barrier(2), []
 
-        def end(state: State, save: Progress = save, start: threading.Barrier = start) -> None:
+        def end(state: SaveState, save: Progress = save, start: threading.Barrier = start) -> None:
             start.wait()
             if save.to(state):
                 won.append(state)  # noqa: B023  # joined below, in the same round
 
         threads = [
-            threading.Thread(target=end, args=(each,)) for each in (State.COMMITTED, State.FAILED)
+            threading.Thread(target=end, args=(each,))
+            for each in (SaveState.COMMITTED, SaveState.FAILED)
         ]
         for thread in threads:
             thread.start()
@@ -81,12 +82,12 @@ def test_one_of_several_threads_ends_a_save() -> None:
 
 def test_what_a_writer_reports_late_changes_nothing() -> None:
     """Bytes of a save that is over, or whose files are all written."""
-    save = in_state(State.WRITTEN)
+    save = in_state(SaveState.WRITTEN)
     save.wrote("part", 5)
-    assert save.state is State.WRITTEN
+    assert save.state is SaveState.WRITTEN
     status = save.status()
     assert status is not None
     assert status.written_nbytes == status.nbytes
-    save.to(State.COMMITTED)
+    save.to(SaveState.COMMITTED)
     save.wrote("part", 6)
     assert save.status() is None

@@ -30,7 +30,7 @@ from nostall._commit.publication import Publication, publication_of
 from nostall._model.names import FileFormat
 from nostall._plan.items import plan_rank
 from nostall._plan.planner import serialized
-from nostall._plan.structure import KnownStructure, learn
+from nostall._plan.structure import KnownStructure, learn_structure
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.states import blobs, schedule
@@ -48,7 +48,7 @@ def planned(state: State, planner: DefaultSavePlanner | None = None) -> tuple[An
 def learned(state: State, openers: Any = None, planner: Any = None) -> KnownStructure | None:
     planner, save = planned(state, planner)
     arguments = state, planner.state_dict, save
-    return learn(*arguments, openers) if openers else learn(*arguments)
+    return learn_structure(*arguments, openers) if openers else learn_structure(*arguments)
 
 
 def known(state: State, openers: Any = None) -> KnownStructure:

@@ -815,7 +815,7 @@ def several_in_one_poll(out: Path) -> list[list[int]]:
 
 
 def an_adapters_poll(out: Path) -> dict[str, Any]:
-    """How an adapter's polls treat written saves, and one whose commit is under way."""
+    """How an adapter's polls treat written saves, and one whose commit is in progress."""
     saves = Saves(remove_checkpoint)
 
     def begin(number: int) -> Call:

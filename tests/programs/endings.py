@@ -199,7 +199,7 @@ def _train_for_ever() -> None:
 
 
 def _save_on_ranks(out: Path) -> AsyncCallsQueue:
-    """A queue with a save under way."""
+    """A queue with a save in progress."""
     queue = AsyncCallsQueue()
     schedule(queue, out / "save", {f"rank{dist.get_rank()}": torch.ones(1000)})
     return queue

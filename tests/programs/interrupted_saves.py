@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import nostall
 from nostall import AsyncCallsQueue, FileSystemWriterAsync
 from nostall._engine import default_engine
-from nostall._memory.overlap import any_under_way
+from nostall._memory.overlap import any_snapshot_in_progress
 from nostall.options import EngineOptions
 from support.ending import end
 from support.interrupts import calls, interrupted, takes_a_lock
@@ -77,7 +77,7 @@ def held() -> list[str]:
     names = [thread.name for thread in threading.enumerate()]
     found = [name for name in names if name.startswith(("nostall-writer", "nostall-staging"))]
     found += ["a lease"] * len(arena._leased) + ["a block that is made"] * len(arena._makers)
-    return found + ["a snapshot under way"] * any_under_way()
+    return found + ["a snapshot in progress"] * any_snapshot_in_progress()
 
 
 def main(kind: str, happens: str, path: Path, offset: float) -> None:

@@ -60,7 +60,7 @@ def save_steps(out: Path, disk: str) -> None:
 
 
 def split_saves_by_rank(out: Path) -> None:
-    """Known structures, several under way."""
+    """Known structures, several in progress."""
     rank = dist.get_rank()
     queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
     for step in range(5):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from nostall._model.progress import TRANSITIONS, State
+from nostall._model.progress import TRANSITIONS, SaveState
 from nostall.options import EngineOptions
 from support import loaded
 from support.pages import code_blocks
@@ -99,8 +99,10 @@ def test_the_life_of_a_save_in_the_architecture_is_the_one_in_the_code() -> None
     text = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
     states = text.split("part of a save is ")[1].split(", in this order")[0].split(", ")
     for position, state in enumerate(states[:-1]):
-        assert State(states[position + 1]) in TRANSITIONS[State(state)]
-        assert not {State(each) for each in states[: position + 1]} & TRANSITIONS[State(state)]
+        assert SaveState(states[position + 1]) in TRANSITIONS[SaveState(state)]
+        assert (
+            not {SaveState(each) for each in states[: position + 1]} & TRANSITIONS[SaveState(state)]
+        )
     assert {*states, "failed", "aborted"} == {state.value for state in TRANSITIONS}
 
 

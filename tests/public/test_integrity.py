@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 import nostall
 from nostall import integrity
 from nostall._commit import commit
-from nostall._commit.checking import read_description
+from nostall._commit.checking import read_inventory
 from nostall._commit.manifest import manifest_alone, split
 from nostall._storage import port, posix
 from nostall.cli import main
@@ -470,12 +470,12 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(tmp_path: Path) 
     seeds = iter([5])
 
     def read_then_replace(*arguments: Any, **options: Any) -> Any:
-        described = read_description(*arguments, **options)
+        described = read_inventory(*arguments, **options)
         for seed in seeds:
             by_save(tmp_path, state_of(seed), thread_count=4)
         return described
 
-    with patch("nostall.integrity.read_description", read_then_replace):
+    with patch("nostall.integrity.read_inventory", read_then_replace):
         assert nostall.is_complete(tmp_path)
     assert next(seeds, None) is None
     found = verified(1000)

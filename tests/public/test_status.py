@@ -1,4 +1,4 @@
-"""``nostall.status()``: which saves and loads are under way, and how far they are."""
+"""``nostall.status()``: which saves and loads are in progress, and how far they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a process ends that has saves under way: at its own end, at SIGTERM, with an error."""
+"""How a process ends that has saves in progress: at its own end, at SIGTERM, with an error."""
 
 from __future__ import annotations
 

@@ -511,7 +511,7 @@ def test_full_storage_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 def test_saves_to_one_place_do_not_share_files(tmp_path: Path) -> None:
-    """Two saves to one directory may be under way together; each commits its own checkpoint.
+    """Two saves to one directory may be in progress together; each commits its own checkpoint.
 
     While the other is being written, fails or is given up. What the last one replaces is removed.
     """

@@ -207,7 +207,7 @@ def test_what_cannot_be_pickled_fails_with_the_files_name(
 
 
 def test_an_aborted_file_does_not_appear(checkpoint: TorchAsyncCheckpoint, tmp_path: Path) -> None:
-    """``close(abort=True)`` gives up what is under way, ``close()`` waits; both may be repeated."""
+    """``close(abort=True)`` gives up what is in progress, ``close()`` waits; both may repeat."""
     with AsyncCallsQueue() as busy, Hold() as hold:
         with inject(hold.fault):
             schedule(busy, tmp_path / "busy", small_state(1))

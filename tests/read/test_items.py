@@ -376,14 +376,14 @@ def test_after_an_error_nothing_keeps_memory(
     archive = archive_of(tmp_path, "x")
     overwrite(archive.file, archive.begin + 5_000_000, b"\xff\xfe")
     made: list[weakref.ref[torch.Tensor]] = []
-    beside = Uploads.beside
+    scratch_for = Uploads.scratch_for
 
     def noting(*arguments: Any) -> torch.Tensor:
-        memory = beside(*arguments)
+        memory = scratch_for(*arguments)
         made.append(weakref.ref(memory))
         return memory
 
-    monkeypatch.setattr(Uploads, "beside", noting)
+    monkeypatch.setattr(Uploads, "scratch_for", noting)
     gc.collect()
     gc.disable()
     try:

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nostall._read.plan import Span, rotated
+from nostall._read.plan import FileSpan, rotated
 from nostall._read.sharing import (
     Member,
-    Share,
+    ReadShare,
     all_want_to_share,
     read_shared,
-    share,
+    share_reads,
 )
 from nostall._storage.posix import PosixStorage
 from nostall.errors import (
@@ -41,7 +41,7 @@ SOON_S = 20.0
 
 
 @st.composite
-def archives(draw: st.DrawFn) -> list[Span]:
+def archives(draw: st.DrawFn) -> list[FileSpan]:
     """Archives of a few files, with and without gaps between them; some are larger than a round."""
     found = []
     for file in draw(st.lists(st.sampled_from("abc"), min_size=1, max_size=3, unique=True)):
@@ -49,16 +49,16 @@ def archives(draw: st.DrawFn) -> list[Span]:
         for _ in range(draw(st.integers(1, 12))):
             at += draw(st.sampled_from([0, 0, 0, 7]))
             nbytes = draw(st.sampled_from([1, 5, 20, 90, 250]))
-            found.append(Span(file, at, at + nbytes))
+            found.append(FileSpan(file, at, at + nbytes))
             at += nbytes
     return found
 
 
 @st.composite
-def wants(draw: st.DrawFn) -> list[dict[Span, int]]:
+def wants(draw: st.DrawFn) -> list[dict[FileSpan, int]]:
     """The bytes of each archive that each rank reads: all, a part, or none."""
     there, ranks = draw(archives()), draw(st.integers(1, MOST_RANKS))
-    wanted: list[dict[Span, int]] = [{} for _ in range(ranks)]
+    wanted: list[dict[FileSpan, int]] = [{} for _ in range(ranks)]
     for archive in there:
         for of_rank in wanted:
             nbytes = draw(st.sampled_from([0, archive.nbytes, archive.nbytes, archive.nbytes // 2]))
@@ -67,7 +67,7 @@ def wants(draw: st.DrawFn) -> list[dict[Span, int]]:
     return wanted
 
 
-def shared(wanted: list[dict[Span, int]]) -> dict[Span, list[int]]:
+def shared(wanted: list[dict[FileSpan, int]]) -> dict[FileSpan, list[int]]:
     """The archives of which more than all would be read, and the ranks that want them."""
     found = {}
     for archive in {each for of_rank in wanted for each in of_rank}:
@@ -78,17 +78,17 @@ def shared(wanted: list[dict[Span, int]]) -> dict[Span, list[int]]:
     return found
 
 
-def shares_of(wanted: list[dict[Span, int]]) -> list[Share]:
-    planned = share(wanted, round_nbytes=ROUND)
-    return planned or [Share(rounds=()) for _ in wanted]
+def shares_of(wanted: list[dict[FileSpan, int]]) -> list[ReadShare]:
+    planned = share_reads(wanted, round_nbytes=ROUND)
+    return planned or [ReadShare(rounds=()) for _ in wanted]
 
 
-def bytes_of(span: Span) -> set[tuple[str, int]]:
+def bytes_of(span: FileSpan) -> set[tuple[str, int]]:
     return {(span.file, at) for at in range(span.begin, span.end)}
 
 
 @given(wanted=wants())
-def test_each_rank_gets_the_bytes_that_it_shares_once(wanted: list[dict[Span, int]]) -> None:
+def test_each_rank_gets_the_bytes_that_it_shares_once(wanted: list[dict[FileSpan, int]]) -> None:
     """All of them, no others, and each archive within one round."""
     expected = shared(wanted)
     for rank, each in enumerate(shares_of(wanted)):
@@ -112,7 +112,7 @@ def test_each_rank_gets_the_bytes_that_it_shares_once(wanted: list[dict[Span, in
 
 
 @given(wanted=wants())
-def test_ranks_agree_on_who_reads_what(wanted: list[dict[Span, int]]) -> None:
+def test_ranks_agree_on_who_reads_what(wanted: list[dict[FileSpan, int]]) -> None:
     """Each byte of a part is read by one of its ranks; the parts of two ranks are in one order."""
     shares = shares_of(wanted)
     assert len({len(each.rounds) for each in shares}) == 1
@@ -137,7 +137,7 @@ def test_ranks_agree_on_who_reads_what(wanted: list[dict[Span, int]]) -> None:
 
 
 @given(wanted=wants())
-def test_a_round_is_bounded_on_each_rank(wanted: list[dict[Span, int]]) -> None:
+def test_a_round_is_bounded_on_each_rank(wanted: list[dict[FileSpan, int]]) -> None:
     """Except for a single larger archive."""
     for each in shares_of(wanted):
         for content in each.rounds:
@@ -148,7 +148,7 @@ def test_a_round_is_bounded_on_each_rank(wanted: list[dict[Span, int]]) -> None:
 
 
 @given(there=archives(), ranks=st.integers(2, MOST_RANKS))
-def test_ranks_that_want_the_same_read_equally_much(there: list[Span], ranks: int) -> None:
+def test_ranks_that_want_the_same_read_equally_much(there: list[FileSpan], ranks: int) -> None:
     """But for a byte per round."""
     (first, *_) = planned = shares_of([{each: each.nbytes for each in there}] * ranks)
     assert all(each == first for each in planned)
@@ -161,7 +161,7 @@ def test_ranks_that_want_the_same_read_equally_much(there: list[Span], ranks: in
 
 
 @given(wanted=wants())
-def test_plans_depend_on_nothing_else(wanted: list[dict[Span, int]]) -> None:
+def test_plans_depend_on_nothing_else(wanted: list[dict[FileSpan, int]]) -> None:
     """The order in which a rank names archives does not matter; a share survives pickling."""
     again = [dict(reversed(of_rank.items())) for of_rank in wanted]
     planned = shares_of(wanted)
@@ -171,15 +171,15 @@ def test_plans_depend_on_nothing_else(wanted: list[dict[Span, int]]) -> None:
 
 def test_archives_that_overlap_are_not_shared() -> None:
     """No writer makes them: of a byte that is in two of them, only one can be served."""
-    inner, outer = Span("a", 10, 20), Span("a", 0, 100)
+    inner, outer = FileSpan("a", 10, 20), FileSpan("a", 0, 100)
     (planned, _) = shares_of([{outer: 100, inner: 10}] * 2)
     assert [part.spans for content in planned.rounds for part in content] == [(outer,)]
 
 
 def test_many_ranks_are_planned_in_one_way() -> None:
     """Each of 256 ranks gets a small plan: it names the spans, not the messages."""
-    there = {Span("a", at << 20, (at + 1) << 20): 1 << 20 for at in range(1024)}
-    planned = share([there] * 256)
+    there = {FileSpan("a", at << 20, (at + 1) << 20): 1 << 20 for at in range(1024)}
+    planned = share_reads([there] * 256)
     assert planned is not None
     assert len(pickle.dumps(planned[0])) < 20_000
 
@@ -230,7 +230,7 @@ class Peers:
 
 
 def read_with(peers: Peers, path: Path) -> BaseException:
-    (planned, _) = shares_of([{Span("file", 0, 8): 8}] * 2)
+    (planned, _) = shares_of([{FileSpan("file", 0, 8): 8}] * 2)
     with pytest.raises(NostallError) as caught:
         read_shared(planned, [], PosixStorage(str(path)), peers, lambda *_: None, threads=1)
     return caught.value

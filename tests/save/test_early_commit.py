@@ -301,7 +301,7 @@ def test_the_poll_that_finalises_one_finalises_all_that_are_done(found: list[Any
 
 @on_ranks("early:an_adapters_poll")
 def test_an_adapters_poll_commits_at_once_but_waits_for_no_commit(found: list[Any]) -> None:
-    """A poll leaves a commit under way alone, and the first one after it ends the save."""
+    """A poll leaves a commit in progress alone, and the first one after it ends the save."""
     assert found == [{"at once": [True] * 3, "left alone": True, "over then": True}] * 2
 
 

@@ -28,7 +28,7 @@ def message(outcome: Any, written: RankFiles, save: SaveId | None = None) -> Ran
         changed_plan=SavePlan([]) if save else None,
         save_here=save,
         counts_alike=save is not None,
-        took_s=1.5,
+        duration_s=1.5,
     )
 
 
@@ -37,7 +37,7 @@ def message(outcome: Any, written: RankFiles, save: SaveId | None = None) -> Ran
 @pytest.mark.parametrize("outcome", [REFERENCE, Results(items=[], files=(), token=None)])
 def test_a_message_arrives_as_it_was_sent(outcome: Any, files: Any, save: SaveId | None) -> None:
     """Whatever it holds."""
-    written = RankFiles(directory="/d", files=files, left=("__9_9.distcp",), belongs_at="s3://b/d")
+    written = RankFiles(directory="/d", files=files, left=("__9_9.distcp",), final_path="s3://b/d")
     sent = message(outcome, written, save)
     (received,) = decoded([sent.encoded()])
     assert received == sent

@@ -281,7 +281,7 @@ def test_finishing_once_more_does_not_remove_what_another_save_has_made(tmp_path
 def test_files_of_saves_that_were_killed_are_removed(
     tmp_path: Path, way: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the next committed save, if they are too old to belong to a save under way."""
+    """By the next committed save, if they are too old to belong to a save in progress."""
     young = "__5_0.distcp"
     (tmp_path / young).write_bytes(b"of another process, a moment ago")
     way(tmp_path, state_of(1))

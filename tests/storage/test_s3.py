@@ -642,11 +642,11 @@ def test_a_store_that_is_gone_is_an_error_that_may_pass(
 import errno, nostall
 from nostall.errors import ReadError
 from nostall._storage.locations import storage_at
-from nostall._storage.port import may_pass
+from nostall._storage.port import is_transient
 try:
     storage_at("s3://bucket/run").stat("x")
 except OSError as error:
-    assert may_pass(error), error
+    assert is_transient(error), error
     assert "127.0.0.1:9" in str(error), error
 else:
     raise AssertionError

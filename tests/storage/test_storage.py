@@ -409,7 +409,7 @@ def test_a_stream_that_fails_fails_the_save(tmp_path: Path) -> None:
 
 
 def test_files_are_written_at_the_same_time(tmp_path: Path) -> None:
-    """Two files on slow storage are both under way before either is finished."""
+    """Two files on slow storage are both in progress before either is finished."""
     nostall.configure(EngineOptions(io_threads=2))
     state = {name: torch.ones(50_000) for name in ("one", "other")}
     with Hold("chunk") as one, Hold("chunk") as other, AsyncCallsQueue() as queue:

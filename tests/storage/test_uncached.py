@@ -70,10 +70,10 @@ def past_cache(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     really = uncached._read_pages
 
-    def record(fd: int, offset: int, memories: Any, nbytes: int, beside: memoryview) -> int:
+    def record(fd: int, offset: int, memories: Any, nbytes: int, scratch: memoryview) -> int:
         assert sum(map(len, memories)) == nbytes
         ranges.append((offset, offset + nbytes))
-        return really(fd, offset, memories, nbytes, beside)
+        return really(fd, offset, memories, nbytes, scratch)
 
     monkeypatch.setattr(uncached, "_read_pages", record)
     return ranges

@@ -28,7 +28,7 @@ import nostall
 import nostall._commit.metadata  # before inputs, which must not import anything
 import nostall.cached_metadata_filesystem_reader
 import nostall.integrity
-from nostall._commit.index import WrittenIndex
+from nostall._commit.index import IndexBytes
 from nostall._commit.manifest import split, with_manifest
 from nostall._commit.metadata import extents_of, local_plans_in
 from nostall._commit.publication import publication_of
@@ -373,7 +373,7 @@ class IndexTarget:
     def prepare(self, content: bytes) -> None:
         pickled = corpus().pickles[1]
         crc32 = checksum.crc32(content)
-        index = WrittenIndex(body=content, body_crc32=crc32, properties=(), files=(), ends=())
+        index = IndexBytes(body=content, body_crc32=crc32, properties=(), files=(), ends=())
         vars(index)["tables"] = b""  # they are in the content
         pieces = with_manifest(
             [pickled],

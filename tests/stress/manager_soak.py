@@ -217,7 +217,7 @@ def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
 
 
 def _require_tidy(steps: StepDirectories) -> None:
-    """At most the steps under way are unfinished: what crashes have left is gone."""
+    """At most the steps in progress are unfinished: what crashes have left is gone."""
     listed = steps.listed()
     unfinished = [step for step in listed if steps.committed_at_s(step) is None]
     under_way = {step for step in unfinished if step >= max(listed) - 2}

@@ -40,7 +40,7 @@ from nostall._commit.indexing import read_index
 from nostall._commit.manifest import with_manifest
 from nostall._commit.publication import Publication, complete_metadata, publication_of
 from nostall._model import checksum
-from nostall._model.threads import no_collection
+from nostall._model.threads import gc_paused
 from nostall._model.values import WrittenFile
 
 ROW = 1024
@@ -92,7 +92,7 @@ def write_sent(file: Path, found: Metadata) -> tuple[float, int]:
 
 
 def _write(file: Path, make: Callable[[], Publication]) -> tuple[float, int]:
-    with no_collection():  # the commit pauses it, too; stock does not
+    with gc_paused():  # the commit pauses it, too; stock does not
         seconds, publication = timed(make)
     pieces = publication.content(None)
     files = [WrittenFile(name=name, nbytes=1 << 40, crc32=None) for name in publication.files]

@@ -17,16 +17,16 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from nostall import _torch
-from nostall._commit.index import ItemIndex, WrittenIndex, parsed
+from nostall._commit.index import IndexBytes, ItemIndex, parsed
 from nostall._commit.indexing import indexed
 from nostall._commit.manifest import split, with_manifest
 
 
-def content_of(index: WrittenIndex) -> bytes:
+def content_of(index: IndexBytes) -> bytes:
     return bytes(index.body) + index.tables
 
 
-def index_of(found: Metadata) -> WrittenIndex | None:
+def index_of(found: Metadata) -> IndexBytes | None:
     return indexed(found)
 
 
@@ -39,7 +39,7 @@ def parsed_of(found: Metadata) -> ItemIndex:
     return index
 
 
-def with_index_of(path: Path, index: WrittenIndex) -> None:
+def with_index_of(path: Path, index: IndexBytes) -> None:
     """Put another index, with a right checksum, into a checkpoint."""
     content = (path / ".metadata").read_bytes()
     _, manifest = split(content, path="")

@@ -78,7 +78,7 @@ _MOST_ABOUT_NBYTES = 1 << 20
 """A longer description is cut off, and is no JSON then."""
 
 
-class State(str, Enum):
+class ListedState(str, Enum):
     """State of a checkpoint directory."""
 
     COMPLETE = "complete"
@@ -99,7 +99,7 @@ class Listed:
     path: str
     name: str
     """The path below the directory that was listed."""
-    state: State
+    state: ListedState
     nbytes: int
     """Bytes in its files."""
     files: int
@@ -280,20 +280,20 @@ def look_at(path: str, *, deep: bool = False) -> Listed | None:
                 stats[name] = files.stat(name)
         last = [stats[METADATA_NAME]] if METADATA_NAME in stats else stats.values()
         at_s = max((each.modified_s for each in last), default=0.0)
-        state = State.UNFINISHED
+        state = ListedState.UNFINISHED
         if METADATA_NAME in names:
             with open_to_read(files, METADATA_NAME) as stream:
                 manifest = manifest_alone(stream)
             is_whole = why_damaged(path, deep=deep and link is None) is None
-            state = State.COMPLETE if is_whole else State.DAMAGED
+            state = ListedState.COMPLETE if is_whole else ListedState.DAMAGED
         elif any(map(is_metadata_of_one_rank, names)):
-            state = State.PER_RANK
+            state = ListedState.PER_RANK
     except UnknownMetadataError:
-        state = State.NOT_UNDERSTOOD
+        state = ListedState.NOT_UNDERSTOOD
     except OSError as error:
         if METADATA_NAME not in names and not leaves_open(error):
             return None
-        state = State.UNREADABLE
+        state = ListedState.UNREADABLE
         with suppress(OSError):
             at_s = os.lstat(path).st_mtime
     return Listed(
@@ -439,7 +439,7 @@ def why_kept(
     """
     kept, candidates = {}, []
     for each in checkpoints:
-        if each.state is not State.COMPLETE:
+        if each.state is not ListedState.COMPLETE:
             kept[each.path] = each.state.value
         elif each.is_inside:
             kept[each.path] = "inside of another directory"
@@ -461,7 +461,7 @@ def why_kept(
 
 def _newest_complete(checkpoints: Iterable[Listed]) -> Listed | None:
     """The last committed complete checkpoint directly in the directory, as ``latest`` prints it."""
-    complete = (e for e in checkpoints if e.state is State.COMPLETE and not e.is_inside)
+    complete = (e for e in checkpoints if e.state is ListedState.COMPLETE and not e.is_inside)
     return max(complete, key=lambda each: each.order, default=None)
 
 

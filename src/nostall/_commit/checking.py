@@ -21,8 +21,8 @@ from nostall._storage.port import (
     Files,
     PartStream,
     Stat,
+    is_transient,
     leaves_open,
-    may_pass,
     open_to_read,
     reason,
 )
@@ -68,8 +68,8 @@ class ExpectedFile:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
-    """A checkpoint's description of itself."""
+class Inventory:
+    """Files and items that a checkpoint says it has."""
 
     files: tuple[ExpectedFile, ...]
     """By name."""
@@ -80,8 +80,8 @@ class Description:
     """Why no items are known although the metadata has some."""
 
 
-def read_description(files: Files, *, with_items: bool) -> Description:
-    """Read a checkpoint's description; with a manifest, items are read only if ``with_items``.
+def read_inventory(files: Files, *, with_items: bool) -> Inventory:
+    """Read a checkpoint's inventory; with a manifest, items are read only if ``with_items``.
 
     Without a manifest, metadata raises ``UnknownMetadataError`` if it is not understood,
     ``UntrustedMetadataError`` if it is malformed, and ``DamagedCheckpointError`` if it is damaged
@@ -105,7 +105,7 @@ def read_description(files: Files, *, with_items: bool) -> Description:
         ]
     else:
         listed = list(manifest.files)
-    return Description(
+    return Inventory(
         files=tuple(
             ExpectedFile(
                 name=file.name,
@@ -166,7 +166,7 @@ def require_answers(directory: str) -> None:
                 phase="read",
                 path=directory,
                 hint="try again when storage answers"
-                if may_pass(error)
+                if is_transient(error)
                 else "give this user the right to read it",
             ) from error
 

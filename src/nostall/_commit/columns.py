@@ -269,14 +269,14 @@ class ResultColumns:
         """These results under the present names of files, given by the earlier ones."""
         return replace(self, files=[names[name] for name in self.files])
 
-    def places(self, known: dict[Any, Any]) -> Iterator[tuple[MetadataIndex, Any]]:
+    def places(self, memo: dict[Any, Any]) -> Iterator[tuple[MetadataIndex, Any]]:
         """Each item, and its place as an object of DCP's.
 
-        ``known`` maps names and offsets to themselves; equal ones become one object.
+        ``memo`` maps names and offsets to themselves; equal ones become one object.
         """
-        new, begins = object.__new__, [known.setdefault(each, each) for each in self.begins]
+        new, begins = object.__new__, [memo.setdefault(each, each) for each in self.begins]
         for name, begin, hint, file, offset, length in zip(
-            map(known.setdefault, self.names, self.names),
+            map(memo.setdefault, self.names, self.names),
             map(begins.__getitem__, self.begin_of),
             self.hints,
             map(self.files.__getitem__, self.file_of),
@@ -396,11 +396,11 @@ def in_columns(results: list[WriteResult]) -> RankResults:
     return columns
 
 
-Places: TypeAlias = ResultColumns | Mapping[MetadataIndex, Any]
+RankPlaces: TypeAlias = ResultColumns | Mapping[MetadataIndex, Any]
 """Items and their places in files."""
 
 
-def renamed(places: Places, names: Mapping[str, str]) -> Places:
+def renamed_places(places: RankPlaces, names: Mapping[str, str]) -> RankPlaces:
     """Places under the present names of files, given by the earlier ones."""
     if isinstance(places, ResultColumns):
         return places.renamed(names)
@@ -410,20 +410,18 @@ def renamed(places: Places, names: Mapping[str, str]) -> Places:
     }
 
 
-def made(parts: Iterable[Places], known: dict[Any, Any]) -> dict[MetadataIndex, Any]:
-    """A dictionary of the places of all ranks; columns become new objects, which share what
-    ``known`` has (see :meth:`ResultColumns.places`).
-    """
+def made(parts: Iterable[RankPlaces], memo: dict[Any, Any]) -> dict[MetadataIndex, Any]:
+    """The places of all ranks; columns become new objects (see :meth:`ResultColumns.places`)."""
     places = dict[MetadataIndex, Any]()
     for part in parts:
-        places.update(part.places(known) if isinstance(part, ResultColumns) else part)
+        places.update(part.places(memo) if isinstance(part, ResultColumns) else part)
     return places
 
 
 class StorageData(MutableMapping[MetadataIndex, Any]):
     """``Metadata.storage_data`` of all ranks; it has objects from when somebody looks at one."""
 
-    def __init__(self, parts: Sequence[Places]) -> None:
+    def __init__(self, parts: Sequence[RankPlaces]) -> None:
         self.parts = parts
 
     @cached_property
@@ -454,7 +452,7 @@ class StorageData(MutableMapping[MetadataIndex, Any]):
         return dict, (self.in_full,)
 
 
-def parts_of(places: Mapping[MetadataIndex, Any]) -> Sequence[Places]:
+def parts_of(places: Mapping[MetadataIndex, Any]) -> Sequence[RankPlaces]:
     """The places of ranks as they are now; in one part if somebody may have changed them."""
     if isinstance(places, StorageData) and "in_full" not in vars(places):
         return places.parts

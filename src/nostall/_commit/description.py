@@ -27,7 +27,7 @@ from nostall._commit.manifest import DAMAGED_HINT, Manifest
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._commit.metadata_pickle import HINT
 from nostall._model import checksum
-from nostall._model.threads import no_collection
+from nostall._model.threads import gc_paused
 from nostall._storage.port import PartStream, Source, as_stream, read_metadata
 from nostall.errors import DamagedCheckpointError, UntrustedMetadataError
 
@@ -50,7 +50,7 @@ class Pickled:
         metadata = self.shared
         twin = _twin(metadata)
         try:
-            with no_collection():
+            with gc_paused():
                 twin.state_dict_metadata = {
                     fqn: _private_tensor(entry)
                     if isinstance(entry, TensorStorageMetadata)
@@ -92,7 +92,7 @@ class Indexed:
         if isinstance(self._pickle, _Unread):
             stream = PartStream(source, 0, self._manifest.metadata_nbytes)
             self._pickle = read_metadata(stream, self._path)
-        with no_collection():
+        with gc_paused():
             entries, places = entries_and_places(self._index, path=self._path)
         return lazy_metadata(self._rest(load_id), state_dict_metadata=entries, storage_data=places)
 

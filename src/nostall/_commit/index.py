@@ -102,7 +102,7 @@ class ItemIndex:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrittenIndex:
+class IndexBytes:
     """The bytes of an index."""
 
     body: bytes
@@ -130,12 +130,12 @@ class WrittenIndex:
             end <= nbytes_of.get(name, -1) for name, end in zip(self.files, self.ends, strict=True)
         )
 
-    def renamed(self, names: Mapping[str, str]) -> WrittenIndex:
+    def renamed(self, names: Mapping[str, str]) -> IndexBytes:
         """A copy with the present names of its files, given by the earlier ones."""
         return replace(self, files=[names[name] for name in self.files])
 
 
-def written(index: ItemIndex) -> WrittenIndex:
+def index_bytes(index: ItemIndex) -> IndexBytes:
     """The bytes of an index; ``InvalidIndexError`` if its reader would refuse it.
 
     ``OverflowError`` if it has a number that is negative or too large; ``UnicodeEncodeError`` if a
@@ -148,8 +148,8 @@ def written(index: ItemIndex) -> WrittenIndex:
     return made
 
 
-def encoded(index: ItemIndex) -> WrittenIndex:
-    """The bytes of an index, whatever it says; :func:`written` looks at that, too."""
+def encoded(index: ItemIndex) -> IndexBytes:
+    """The bytes of an index, whatever it says; :func:`index_bytes` checks that, too."""
     names = "".join(index.names).encode()
     dimensions = list(chain.from_iterable(index.shapes))
     counts = len(index.names), len(index.file), len(index.shapes), len(dimensions), len(names)
@@ -171,7 +171,7 @@ def encoded(index: ItemIndex) -> WrittenIndex:
     for file, end in zip(index.file, map(operator.add, index.offset, index.length), strict=True):
         if end > ends.get(file, 0):
             ends[file] = end
-    return WrittenIndex(
+    return IndexBytes(
         body=body,
         body_crc32=checksum.crc32(body),
         properties=index.properties,

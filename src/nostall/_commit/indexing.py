@@ -21,12 +21,12 @@ from nostall import _torch
 from nostall._commit.columns import ResultColumns, columns_of, parts_of
 from nostall._commit.index import (
     TRANSFORMS,
+    IndexBytes,
     InvalidIndexError,
     ItemIndex,
     Properties,
-    WrittenIndex,
+    index_bytes,
     parsed,
-    written,
 )
 from nostall._commit.manifest import DAMAGED_HINT, Manifest, index_alone
 from nostall._commit.metadata_pickle import HINT
@@ -38,12 +38,12 @@ Places: TypeAlias = dict[MetadataIndex, _torch.StorageInfo]
 # --- from metadata --------------------------------------------------------------------------------
 
 
-def indexed(metadata: Metadata) -> WrittenIndex | None:
+def indexed(metadata: Metadata) -> IndexBytes | None:
     """The index of metadata with locations; ``None`` if it cannot represent all of it, or its
     reader would refuse it, for a duplicate chunk, say.
     """
     try:
-        return written(_Indexing(metadata.storage_data).table(metadata.state_dict_metadata))
+        return index_bytes(_Indexing(metadata.storage_data).table(metadata.state_dict_metadata))
     except (  # entries of a planner of a user's may be anything
         AttributeError,  # a part is missing
         KeyError,  # a location is missing

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 from typing import Any, BinaryIO
 
-from nostall._commit.index import MARK, WrittenIndex
+from nostall._commit.index import MARK, IndexBytes
 from nostall._model import checksum
 from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
@@ -72,7 +72,7 @@ def with_manifest(
     *,
     crc32: int,
     committed_at_s: float,
-    index: WrittenIndex | None = None,
+    index: IndexBytes | None = None,
 ) -> tuple[bytes, ...]:
     """The content of a ``.metadata`` file, in pieces: pickle, index and manifest.
 

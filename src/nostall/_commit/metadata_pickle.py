@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint import metadata, planner
 
 from nostall import _torch
-from nostall._model.threads import no_collection
+from nostall._model.threads import gc_paused
 from nostall.errors import UnknownMetadataError
 
 HINT = (
@@ -46,7 +46,7 @@ def unpickle(content: bytes) -> Any:
     raise any exception.
     """
     try:
-        with no_collection():
+        with gc_paused():
             return _Unpickler(io.BufferedReader(io.BytesIO(content), _BUFFER_NBYTES)).load()
     finally:
         for member, own in _MEMBERS:

@@ -34,8 +34,8 @@ from nostall import _torch
 from nostall._commit.columns import (
     OF_RESULTS,
     LocalPlans,
-    Places,
     RankOutcome,
+    RankPlaces,
     RankResults,
     ResultColumns,
     Results,
@@ -44,15 +44,15 @@ from nostall._commit.columns import (
     in_columns,
     made,
     parts_of,
-    renamed,
+    renamed_places,
     token_of,
 )
-from nostall._commit.index import WrittenIndex
+from nostall._commit.index import IndexBytes
 from nostall._commit.indexing import indexed
 from nostall._commit.metadata import PLANS_KEY
 from nostall._model import checksum
 from nostall._model.names import FileFormat
-from nostall._model.threads import no_collection
+from nostall._model.threads import gc_paused
 from nostall.errors import SaveError
 
 _log = logging.getLogger("nostall")
@@ -67,7 +67,7 @@ _SUFFIXES = re.compile("|".join(re.escape(each.value) for each in FileFormat).en
 
 def complete_metadata(metadata: Metadata, results: Sequence[RankResults]) -> Metadata:
     """The metadata of a finished save without ``storage_meta``; the argument is not changed."""
-    parts: list[Places] = []
+    parts: list[RankPlaces] = []
     for of_rank in results:
         found = in_columns(of_rank) if isinstance(of_rank, list) else of_rank
         if isinstance(found, ResultColumns):
@@ -86,13 +86,13 @@ class Publication:
 
     program: tuple[bytes, ...]
     """The pickle, in pieces, without its STOP instruction."""
-    places: tuple[Places, ...]
+    places: tuple[RankPlaces, ...]
     """Where the items of each rank are."""
     files: frozenset[str]
     """Names of the shard files."""
     is_renamable: bool
     """Whether no item is named like a file; otherwise the pickle may have one text for both."""
-    index: WrittenIndex | None
+    index: IndexBytes | None
     """The index of the items; ``None`` if it cannot represent all that the metadata says."""
 
     @property
@@ -111,9 +111,7 @@ class Publication:
         return (*self.program, rest[PROTO_NBYTES:-1] + pickle.BUILD + pickle.STOP)
 
     def renamed(self, names: Mapping[str, str]) -> Publication | None:
-        """A copy with the present names of shard files, given by the earlier ones; ``None`` if
-        names in the pickle are ambiguous.
-        """
+        """A copy with new names by old names of files; ``None`` if the pickle is ambiguous."""
         if all(old == new for old, new in names.items()):
             return self
         if self._cut is None:
@@ -121,7 +119,7 @@ class Publication:
         cut = [names[piece] if isinstance(piece, str) else piece for piece in self._cut]
         publication = Publication(
             program=tuple(_pickled(each) if isinstance(each, str) else each for each in cut),
-            places=tuple(renamed(part, names) for part in self.places),
+            places=tuple(renamed_places(part, names) for part in self.places),
             files=frozenset(names.values()),
             is_renamable=self.is_renamable,
             index=None if self.index is None else self.index.renamed(names),
@@ -155,7 +153,7 @@ class Publication:
         return [*pieces, program[done:]]
 
 
-@no_collection()
+@gc_paused()
 def publication_of(finished: Metadata) -> Publication:
     """The publication of a finished save's metadata.
 
@@ -176,16 +174,16 @@ def publication_of(finished: Metadata) -> Publication:
         else:
             vars(twin)["all_local_plans"] = list(plans)
     vars(twin).pop("storage_meta", None)
-    known: dict[Any, Any] = {name: name for name in twin.state_dict_metadata if type(name) is str}
+    memo: dict[Any, Any] = {name: name for name in twin.state_dict_metadata if type(name) is str}
     for entry in twin.state_dict_metadata.values():
         for chunk in entry.chunks if type(entry) is TensorStorageMetadata else ():
             if type(chunk) is ChunkStorageMetadata:
                 offsets, sizes = chunk.offsets, chunk.sizes
                 if type(offsets) is type(sizes) is torch.Size:
-                    chunk.offsets = known.setdefault(offsets, offsets)
-                    chunk.sizes = known.setdefault(sizes, sizes)
+                    chunk.offsets = memo.setdefault(offsets, offsets)
+                    chunk.sizes = memo.setdefault(sizes, sizes)
     if isinstance(twin.storage_data, StorageData):
-        twin.storage_data = made(parts_of(twin.storage_data), known)
+        twin.storage_data = made(parts_of(twin.storage_data), memo)
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, PROTOCOL)
     pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCED}
@@ -258,11 +256,11 @@ class KnownResults:
         for rank, each in enumerate(outcomes):
             match each:
                 case ResultsReference(token=token):  # first, as all are in the steady state
-                    known = self._of_rank.get(rank)
-                    if known is None or known.token != token:
+                    kept = self._of_rank.get(rank)
+                    if kept is None or kept.token != token:
                         everyone.append(_unknown(rank))
                     else:
-                        everyone.append(known.items)
+                        everyone.append(kept.items)
                 case Results(items=items, token=token):
                     if isinstance(items, ResultColumns):
                         if before is not None and before.names == items.names:
@@ -280,7 +278,7 @@ class KnownResults:
     ) -> list[RankResults]:
         """All ranks' results from :meth:`fill_in`, with the present file names."""
         return [
-            _renamed(items, dict(zip(self._of_rank[rank].files, each.files, strict=True)))
+            _renamed_results(items, dict(zip(self._of_rank[rank].files, each.files, strict=True)))
             if isinstance(each, ResultsReference)
             else items
             for rank, (each, items) in enumerate(zip(outcomes, results, strict=True))
@@ -327,7 +325,7 @@ def _unknown(rank: int) -> _torch.WrappedException:
     )
 
 
-def _renamed(items: RankResults, names: Mapping[str, str]) -> RankResults:
+def _renamed_results(items: RankResults, names: Mapping[str, str]) -> RankResults:
     if isinstance(items, ResultColumns):
         return items.renamed(names)
     return [

@@ -28,7 +28,7 @@ from nostall import _torch
 from nostall._engine import default_engine
 from nostall._manager.contents import About, read_about
 from nostall._model.names import is_metadata_of_one_rank
-from nostall._storage.deadlines import in_time
+from nostall._storage.deadlines import call_with_deadline
 from nostall._storage.directories import busy_in
 from nostall._storage.locations import is_address, storage_at
 from nostall._storage.port import how_to_read
@@ -85,7 +85,9 @@ class StepDirectories:
         """
         timeout_s, doing = default_engine().options.save_timeout_s, "looking for steps"
         try:
-            return in_time(find, timeout_s=timeout_s, doing=doing, phase="read", path=self.root)
+            return call_with_deadline(
+                find, timeout_s=timeout_s, doing=doing, phase="read", path=self.root
+            )
         except NostallError:
             raise
         except OSError as error:

@@ -64,12 +64,12 @@ _on_cpu = attrgetter("is_cpu")
 
 _Piece = tuple[int, int, int]
 """Address to copy to, address to copy from, bytes."""
-Place: TypeAlias = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
+ViewSpec: TypeAlias = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
 """Offset in memory in bytes, dtype, size, stride in elements."""
 
 
 @torch.inference_mode(mode=False)  # a view made in inference mode could not be written to outside
-def views_of(memory: Any, places: Iterable[Place]) -> list[torch.Tensor]:
+def views_of(memory: Any, places: Iterable[ViewSpec]) -> list[torch.Tensor]:
     """Tensors over raw memory, one per place; addresses need not be aligned to element sizes."""
     views: list[torch.Tensor] = []
     for offset, dtype, size, stride in places:
@@ -118,7 +118,7 @@ _ODD = {torch.complex128, torch.float4_e2m1fn_x2}
 """Dtypes that are not copied as they are: see :func:`_as_copyable`."""
 
 
-class Places:
+class TargetViews:
     """Views of host memory that tensors are copied into."""
 
     def __init__(self, views: Sequence[torch.Tensor]) -> None:
@@ -160,7 +160,7 @@ class Places:
                     views = [self._views[position] for position in positions]
                     here = [sources[position] for position in positions]
                     copies.append(DeviceCopy(device, views, here, (after or {}).get(device)))
-                rest = Places([self._views[position] for position in from_cpu])
+                rest = TargetViews([self._views[position] for position in from_cpu])
                 rest._fill_from_cpu([sources[position] for position in from_cpu], method)
             except BaseException:  # passed on; the caller releases the memory
                 copies.wait()

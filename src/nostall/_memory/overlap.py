@@ -60,7 +60,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.under_way: set[SnapshotFence] = set()
+        self.in_progress: set[SnapshotFence] = set()
         """All snapshots that are being taken, whatever engine they belong to."""
         self.waited_s = 0.0
         """Start of the latest wait for all snapshots that has succeeded."""
@@ -192,7 +192,7 @@ class SnapshotFence:
         """Register the snapshot as in progress: optimizers' steps wait."""
         self._entered_s = time.monotonic()
         with _process.lock:
-            _process.under_way.add(self)
+            _process.in_progress.add(self)
             if not _process.is_hooked:
                 register_optimizer_step_pre_hook(_before_step)
                 _process.is_hooked = True
@@ -200,7 +200,7 @@ class SnapshotFence:
     def leave(self) -> None:
         """Undo :meth:`enter`. Idempotent."""
         with _process.lock:
-            _process.under_way.discard(self)
+            _process.in_progress.discard(self)
 
     def abandon_after_fork(self) -> None:
         """Open the fence in a forked child, which does not have the copying thread."""
@@ -210,10 +210,10 @@ class SnapshotFence:
         self._safe.set_result(None)
 
 
-def any_under_way() -> bool:
+def any_snapshot_in_progress() -> bool:
     """Whether a snapshot of this process is being taken, or has yet to be handed on."""
     with _process.lock:
-        return bool(_process.under_way)
+        return bool(_process.in_progress)
 
 
 def wait_staged(timeout: float | None = None) -> None:
@@ -244,7 +244,7 @@ def _before_step(*_: object) -> None:
 def _wait_for_all(wait: Callable[[SnapshotFence], None]) -> None:
     called_s = time.monotonic()
     with _process.lock:
-        fences = list(_process.under_way)
+        fences = list(_process.in_progress)
     for fence in fences:
         wait(fence)
     _process.waited_s = max(_process.waited_s, called_s)
@@ -253,7 +253,7 @@ def _wait_for_all(wait: Callable[[SnapshotFence], None]) -> None:
 def _after_fork_in_child() -> None:
     # The parent's threads would end them, and may have held any of the locks during the fork.
     _process.lock = threading.Lock()
-    fences, _process.under_way = _process.under_way, set()
+    fences, _process.in_progress = _process.in_progress, set()
     for fence in fences:
         fence.abandon_after_fork()
 

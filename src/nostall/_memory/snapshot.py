@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from nostall._memory.arena import Block, Lease, address_of
-from nostall._memory.copying import Copies, CopyMethod, Place, Places, views_of
+from nostall._memory.copying import Copies, CopyMethod, TargetViews, ViewSpec, views_of
 from nostall._model.jobs import RankReport
 from nostall._model.values import Layout, PlannedSave, Share, TensorForm
 
@@ -39,7 +39,7 @@ class _PreparedViews:
 
     layout_key: Hashable
     forms: tuple[TensorForm | None, ...]
-    places: Places
+    places: TargetViews
     items: list[int]
     """The item of each place."""
     runs: dict[int, int]
@@ -61,25 +61,25 @@ def begin_snapshot(
     the copies from each accelerator; without one, all work of its current stream does.
     """
     share, block = planned.share, lease.block
-    known: _PreparedViews | None = block.prepared_views
-    if known is not None and (known.layout_key, known.forms) == (layout.key, share.forms):
+    prepared: _PreparedViews | None = block.prepared_views
+    if prepared is not None and (prepared.layout_key, prepared.forms) == (layout.key, share.forms):
         # With this key and these forms the next comparison is one of identities.
-        known = replace(known, layout_key=layout.key, forms=share.forms)
+        prepared = replace(prepared, layout_key=layout.key, forms=share.forms)
     else:
         block.prepared_views = None  # before writing, as an exception may leave half of it
         _lay_down_containers(layout, block)
         places, runs = _places(share, layout)
-        known = _PreparedViews(
+        prepared = _PreparedViews(
             layout_key=layout.key,
             forms=share.forms,
-            places=Places(views_of(block.memory, places.values())),
+            places=TargetViews(views_of(block.memory, places.values())),
             items=list(places),
             runs=runs,
         )
-    block.prepared_views = known
-    _put_runs(known.runs, planned, block)
-    sources = [planned.sources[item] for item in known.items]
-    copies = known.places.fill(cast("list[torch.Tensor]", sources), method=method, after=after)
+    block.prepared_views = prepared
+    _put_runs(prepared.runs, planned, block)
+    sources = [planned.sources[item] for item in prepared.items]
+    copies = prepared.places.fill(cast("list[torch.Tensor]", sources), method=method, after=after)
     return Snapshot(layout=layout, lease=lease), copies
 
 
@@ -101,9 +101,9 @@ def adopt_staged(planned: PlannedSave, layout: Layout, lease: Lease) -> Snapshot
     return Snapshot(layout=layout, lease=lease)
 
 
-def _places(share: Share, layout: Layout) -> tuple[dict[int, Place], dict[int, int]]:
+def _places(share: Share, layout: Layout) -> tuple[dict[int, ViewSpec], dict[int, int]]:
     """By item, the places of payloads in the block, and the offsets of items that are bytes."""
-    places: dict[int, Place] = {}
+    places: dict[int, ViewSpec] = {}
     runs: dict[int, int] = {}
     for file in layout.files:
         for slot in file.slots:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from nostall import _torch
 from nostall._memory.arena import Lease
-from nostall._memory.copying import Places, views_of
+from nostall._memory.copying import TargetViews, views_of
 from nostall.errors import NostallError, StagingError
 
 _ALIGNMENT = 64
@@ -132,18 +132,18 @@ def stage_state_dict(
     leaves: list[Leaf],
     placement: Placement,
     lease_of: Callable[[int], Lease],
-) -> tuple[StagedStateDict, Places]:
+) -> tuple[StagedStateDict, TargetViews]:
     """Copy a state dict into leased memory, except for its leaves (from :func:`find_leaves`).
 
     Returns the copy, and the places that the leaves have yet to be copied to. ``lease_of`` takes
     the least number of bytes.
     """
     names = Counter(leaf.fqn for leaf in leaves)
-    known = [_known_offset(leaf, placement) if names[leaf.fqn] == 1 else None for leaf in leaves]
-    is_image = any(offset is not None for offset in known)
+    reused = [_known_offset(leaf, placement) if names[leaf.fqn] == 1 else None for leaf in leaves]
+    is_image = any(offset is not None for offset in reused)
     end = max((sum(place) for place in placement.values()), default=0) if is_image else 0
     offsets = []
-    for leaf, offset in zip(leaves, known, strict=True):
+    for leaf, offset in zip(leaves, reused, strict=True):
         if offset is not None:
             offsets.append(offset)
         else:
@@ -171,7 +171,7 @@ def _copied(
     leaves: list[Leaf],
     offsets: list[int],
     lease: Lease,
-) -> tuple[dict[str, Any], Places]:
+) -> tuple[dict[str, Any], TargetViews]:
     views = views_of(
         lease.block.memory,
         (
@@ -192,7 +192,7 @@ def _copied(
         return copied.requires_grad_() if tensor.requires_grad else copied
 
     content: dict[str, Any] = _rebuild(state_dict, "", place, _private_copy, _with_local)
-    return content, Places(views)
+    return content, TargetViews(views)
 
 
 def _private_copy(fqn: str, value: Any) -> Any:

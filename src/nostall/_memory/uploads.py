@@ -33,7 +33,7 @@ _PINNED_NBYTES = 128 << 20
 """Limit per load."""
 _MOST_BUFFER_NBYTES = 16 << 20
 """Sent by one copy: issuing one costs a thread 0.05 to 0.2 ms (H200, decision 32)."""
-_BESIDE_NBYTES = 256 << 20
+_SCRATCH_NBYTES = 256 << 20
 """Limit on device memory for values that have another form than their target. Training needs what
 the device has; larger tensors are converted on the CPU."""
 
@@ -149,16 +149,15 @@ class Uploads:
                 _log.warning("memory to read into is not pinned, uploads are slower: %s", error)
         return torch.empty(self.buffer_nbytes, dtype=torch.uint8, device="cpu")
 
-    def beside(
+    def scratch_for(
         self, target: torch.Tensor, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         """Memory for values that are to be copied to a target; on any thread.
 
-        It is on the target's device if there is memory, so that torch converts there; else on the
-        CPU.
+        On the target's device if it has memory, so that torch converts there; else on the CPU.
         """
         nbytes, device = math.prod(shape) * dtype.itemsize, self._devices.get(target.device)
-        if device is not None and 0 < nbytes <= _BESIDE_NBYTES and _torch.can_be_viewed(dtype):
+        if device is not None and 0 < nbytes <= _SCRATCH_NBYTES and _torch.can_be_viewed(dtype):
             with suppress(torch.OutOfMemoryError), device.module.stream(device.current):
                 return torch.empty(shape, dtype=dtype, device=target.device)
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -180,7 +179,7 @@ class Uploads:
             if not 0 < nbytes <= _MOST_BUFFER_NBYTES:
                 continue
             packed = torch.cat([sources[at].reshape(-1).view(torch.uint8) for at in positions])
-            memory = self.beside(targets[positions[0]], (nbytes,), torch.uint8)
+            memory = self.scratch_for(targets[positions[0]], (nbytes,), torch.uint8)
             memory.copy_(packed)
             begin = 0
             for at in positions:

@@ -46,7 +46,7 @@ class SaveStatus:
         return text + (f", nothing for {self.quiet_s:.0f} s" if self.quiet_s >= 1 else "")
 
 
-class State(str, Enum):
+class SaveState(str, Enum):
     """How far one rank's part of a save has got."""
 
     PLANNED = "planned"
@@ -59,16 +59,19 @@ class State(str, Enum):
     ABORTED = "aborted"
 
 
-_LOST = frozenset({State.FAILED, State.ABORTED})
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.PLANNED: frozenset({State.STAGING, State.STAGED, State.WRITING, State.WRITTEN}) | _LOST,
-    State.STAGING: frozenset({State.STAGED, State.WRITING, State.WRITTEN}) | _LOST,
-    State.STAGED: frozenset({State.WRITING, State.WRITTEN}) | _LOST,
-    State.WRITING: frozenset({State.WRITTEN}) | _LOST,
-    State.WRITTEN: frozenset({State.COMMITTED, State.FAILED}),
-    State.COMMITTED: frozenset(),
-    State.FAILED: frozenset(),
-    State.ABORTED: frozenset({State.WRITTEN, State.FAILED}),
+_LOST = frozenset({SaveState.FAILED, SaveState.ABORTED})
+TRANSITIONS: dict[SaveState, frozenset[SaveState]] = {
+    SaveState.PLANNED: frozenset(
+        {SaveState.STAGING, SaveState.STAGED, SaveState.WRITING, SaveState.WRITTEN}
+    )
+    | _LOST,
+    SaveState.STAGING: frozenset({SaveState.STAGED, SaveState.WRITING, SaveState.WRITTEN}) | _LOST,
+    SaveState.STAGED: frozenset({SaveState.WRITING, SaveState.WRITTEN}) | _LOST,
+    SaveState.WRITING: frozenset({SaveState.WRITTEN}) | _LOST,
+    SaveState.WRITTEN: frozenset({SaveState.COMMITTED, SaveState.FAILED}),
+    SaveState.COMMITTED: frozenset(),
+    SaveState.FAILED: frozenset(),
+    SaveState.ABORTED: frozenset({SaveState.WRITTEN, SaveState.FAILED}),
 }
 """The states that may follow each state.
 
@@ -86,7 +89,7 @@ class Progress:
     def __init__(self, *, path: str, rank: int) -> None:
         self.path = path
         self._rank = rank
-        self.state = State.PLANNED
+        self.state = SaveState.PLANNED
         self.nbytes = 0
         """Size of the rank's files, once it is known."""
         self._written: dict[str, int] = {}
@@ -95,29 +98,29 @@ class Progress:
         self._began_s = self._moved_s = time.monotonic()
         self._lock = threading.Lock()
 
-    def to(self, state: State) -> bool:
+    def to(self, state: SaveState) -> bool:
         """Enter a state, and return whether :data:`TRANSITIONS` lets it follow the present one."""
         with self._lock:
             if state not in TRANSITIONS[self.state]:
                 return False
             self.state = state
             self._moved_s = time.monotonic()
-            if state is State.WRITTEN:  # the last chunks are not reported
+            if state is SaveState.WRITTEN:  # the last chunks are not reported
                 self._written = {"": self.nbytes}
             return True
 
     def wrote(self, part: str, nbytes: int) -> None:
         """Record how many bytes of a part storage has accepted so far."""
-        self.to(State.WRITING)
+        self.to(SaveState.WRITING)
         with self._lock:
-            if self.state is State.WRITING:  # not over, or written, meanwhile
+            if self.state is SaveState.WRITING:  # not over, or written, meanwhile
                 self._written[part] = nbytes
                 self._moved_s = time.monotonic()
 
     @property
     def is_over(self) -> bool:
         """Whether it is committed, failed or aborted."""
-        return self.state in (State.COMMITTED, State.FAILED, State.ABORTED)
+        return self.state in (SaveState.COMMITTED, SaveState.FAILED, SaveState.ABORTED)
 
     def status(self) -> SaveStatus | None:
         """The present status; ``None`` after the end."""
@@ -136,7 +139,7 @@ class Progress:
             )
 
 
-class UnderWay:
+class SavesInProgress:
     """The saves of one engine, held by weak references; thread-safe."""
 
     def __init__(self) -> None:

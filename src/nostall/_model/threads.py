@@ -13,7 +13,7 @@ Threads are daemons: storage may hang, and the interpreter has to exit. A thread
 back from torch, such as from its stores, and takes the lock of an ended interpreter aborts the
 process, with exit status -6: an ending interpreter waits for threads of :func:`spawn_in_torch`.
 
-:func:`no_collection` is here because garbage collection belongs to all threads of a process.
+:func:`gc_paused` is here because garbage collection belongs to all threads of a process.
 
 The writer process imports this module, so ``logging`` and what loads it wait until they are needed.
 """
@@ -233,29 +233,29 @@ def spawn_in_torch(name: str, work: Callable[[], object]) -> Future[None]:
         try:
             only.pop()()
         finally:
-            _under_way.pop(ended, None)
+            _in_progress.pop(ended, None)
             ended.set_result(None)
 
     with uninterrupted():  # what has begun is waited for
-        _under_way[ended] = name
+        _in_progress[ended] = name
         try:
             spawn(name, run)
         except RuntimeError:  # passed on; it has not begun
-            _under_way.pop(ended, None)
+            _in_progress.pop(ended, None)
             raise
     return ended
 
 
-_under_way: dict[Future[None], str] = {}
+_in_progress: dict[Future[None], str] = {}
 """Threads that an ending interpreter waits for, and their names."""
 
 
 def _finish_at_exit() -> None:
     deadline_s = time.monotonic() + _AT_EXIT_TIMEOUT_S
-    under_way = dict(_under_way)
+    in_progress = dict(_in_progress)
     left = sorted(
         name
-        for ended, name in under_way.items()
+        for ended, name in in_progress.items()
         if not is_done(ended, max(0.0, deadline_s - time.monotonic()))
     )
     if left:
@@ -272,7 +272,7 @@ atexit.register(_finish_at_exit)
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause garbage collection while many objects are made that all stay.
 
     It looks at each of them again and again as their number grows: planning 50,000 items of 512
@@ -296,7 +296,7 @@ _pauses: list[None] = []
 
 
 def _after_fork_in_child() -> None:
-    _under_way.clear()
+    _in_progress.clear()
     if _pauses:  # by threads that the child does not have
         _pauses.clear()
         gc.enable()

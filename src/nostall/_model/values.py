@@ -176,7 +176,7 @@ class RankFiles(NamedTuple):
     left: tuple[str, ...] = ()
     """Names of files in it from earlier saves of this rank whose outcome it does not know: they may
     belong to a checkpoint."""
-    belongs_at: str | None = None
+    final_path: str | None = None
     """The final directory, if the checkpoint is committed in another one first."""
 
 

@@ -34,11 +34,11 @@ from nostall._commit.columns import (
     sharing,
 )
 from nostall._commit.metadata import local_plans_in
-from nostall._model.threads import no_collection
+from nostall._model.threads import gc_paused
 from nostall._model.values import MOST_SERIES, SaveId
 from nostall._plan.planner import (
     PlannerKey,
-    Share,
+    PlanShare,
     is_stocks_own,
     plan_columns,
     planner_failures,
@@ -189,12 +189,12 @@ class _FinalPlan:
     """Sent by the coordinator to each rank after planning together."""
 
     save: SaveId
-    final: Share | SavePlan | None
+    final: PlanShare | SavePlan | None
     validated: bool
     failures: dict[int, _torch.WrappedException]
 
 
-@no_collection()
+@gc_paused()
 @planner_failures()
 def local_plan(
     state_dict: dict[str, Any],
@@ -220,7 +220,7 @@ class GlobalPlan:
     """Every rank's final plan and the metadata that describes them all."""
 
     local: list[CompactPlan]
-    final: Sequence[Share | SavePlan]
+    final: Sequence[PlanShare | SavePlan]
     """Each rank's final plan, or how to make it of the local one."""
     metadata: Metadata
 
@@ -247,7 +247,7 @@ def plan_together(
         try:
             made = global_plan_of(loaded, writer, planner)
             final = made.final[coordination.rank]
-            final = final.applied_to(local) if isinstance(final, Share) else final
+            final = final.applied_to(local) if isinstance(final, PlanShare) else final
         except Exception:  # all ranks agreed to plan alone, so this one must, too
             # Finalising reports the failure.
             _keep(memory, identity, local, local, None, validated=True)
@@ -267,7 +267,7 @@ def plan_together(
     mine = coordination.scatter(answers)
     if mine.failures or mine.final is None or not isinstance(local, SavePlan):
         raise exception_for(mine.failures, step="plan", on_coordinator=coordination.is_coordinator)
-    final = mine.final.applied_to(local) if isinstance(mine.final, Share) else mine.final
+    final = mine.final.applied_to(local) if isinstance(mine.final, PlanShare) else mine.final
     if memory is None:
         return final, None if made_here is None else made_here.metadata, mine.save
     memory.last_save = mine.save
@@ -275,7 +275,7 @@ def plan_together(
     return final, metadata, mine.save
 
 
-@no_collection()
+@gc_paused()
 def _decide_centrally(
     gathered: list[CompactPlan | _torch.WrappedException],
     writer: PlanningWriter,
@@ -311,7 +311,7 @@ def new_series() -> int:
     return secrets.randbelow(MOST_SERIES) + 1
 
 
-@no_collection()
+@gc_paused()
 @planner_failures()
 def global_plan_of(
     plans: list[CompactPlan], writer: PlanningWriter, planner: SavePlanner
@@ -377,7 +377,7 @@ def _keep(
     return None if made is None else memory.reusable_metadata()
 
 
-@no_collection()
+@gc_paused()
 @planner_failures()
 def replanned_metadata(
     changed: dict[int, SavePlan], before: list[CompactPlan] | None, planner: SavePlanner | None

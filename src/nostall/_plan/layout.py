@@ -136,7 +136,7 @@ def _pack(shapes: Sequence[ItemShape], items: list[int], count: int) -> list[lis
     return buckets
 
 
-def renamed(layout: Layout, naming: FileNaming) -> Layout:
+def with_naming(layout: Layout, naming: FileNaming) -> Layout:
     """A layout with other file names."""
     files = tuple(
         replace(file, name=naming.name_of(file.group, number))

@@ -173,7 +173,7 @@ _Chunk = tuple[_Size, _Size]
 """Offsets and sizes."""
 
 
-class Share(NamedTuple):
+class PlanShare(NamedTuple):
     """A rank's part of a global plan, which it applies to its local plan."""
 
     kept: list[int] | None
@@ -194,7 +194,7 @@ class Share(NamedTuple):
 
 def plan_columns(
     plans: Sequence[PlanColumns], *, to_lowest_rank: bool
-) -> tuple[list[Share], Metadata] | None:
+) -> tuple[list[PlanShare], Metadata] | None:
     """All ranks' shares, and the metadata; ``None`` if stock's planner has to look at the plans.
 
     An item of several ranks is written by the lowest of them, or, without ``to_lowest_rank``, by
@@ -223,7 +223,7 @@ def plan_columns(
             _, chunks = tensors[name]
             hints.append(len(chunks))
             chunks.append((offsets, sizes))
-        shares.append(Share(positions, hints))
+        shares.append(PlanShare(positions, hints))
     unusual: dict[str, Any] = {}
     for name, (entry, chunks) in tensors.items():
         entry.chunks += [ChunkStorageMetadata(size(at), size(of)) for at, of in chunks]

@@ -5,7 +5,7 @@ and no value, so old values cannot reach a new checkpoint: it says where to look
 read again for each save. Recognition takes about 1 us per tensor; planning takes some hundred times
 as long.
 
-Names and order are those of DCP's ``flatten_state_dict``; :func:`learn` checks each item for that.
+Names and order are those of DCP's ``flatten_state_dict``, which :func:`learn_structure` checks.
 It refuses state dicts with leaves other than plain tensors, objects, DTensors, and classes of
 sharded tensors that somebody vouches for: an :data:`Opener` says what their items follow from.
 """
@@ -250,7 +250,7 @@ class KnownStructure:
         return sources
 
 
-def learn(
+def learn_structure(
     state_dict: Mapping[str, Any],
     flat: Mapping[str, Any],
     planned: PlannedSave,

@@ -153,9 +153,9 @@ class AsyncRequest(NamedTuple):
             if native is not None:
                 native.discard()
             raise_everywhere(failure, coordination)
-        for finalize in self.finalize_fns:
+        for fn in self.finalize_fns:
             with interruptible():
-                finalize()
+                fn()
 
     def loaded_args(self) -> list[Any]:
         """The arguments after preloading."""
@@ -211,9 +211,9 @@ class AsyncRequest(NamedTuple):
                     phase="commit",
                     hint="schedule and finalise the same requests in the same order on every rank",
                 )
-        for finalize in self.finalize_fns:
+        for fn in self.finalize_fns:
             with interruptible():
-                finalize()
+                fn()
         return self.call_idx
 
 

@@ -146,7 +146,7 @@ def late(calls: Sequence[Call], timeout_s: float, *, hint: str) -> SaveTimeoutEr
     )
 
 
-def finalize(call: Call, coordination: Coordination, agreed: View, *, no_dist: bool) -> None:
+def finalize_call(call: Call, coordination: Coordination, agreed: View, *, no_dist: bool) -> None:
     """Run the finalize functions of a request that is done on all ranks, or raise its failure.
 
     Collective unless ``no_dist``, which raises this rank's errors only. Raises what a function

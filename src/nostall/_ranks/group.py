@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from nostall import _torch
-from nostall._model.threads import interruptible, no_collection, uninterrupted
+from nostall._model.threads import gc_paused, interruptible, uninterrupted
 from nostall._model.values import SaveId
 from nostall.errors import OptionError, RankLostError
 
@@ -107,7 +107,7 @@ class SingleProcess:
 
     def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
         """The values themselves."""
-        return Known(list(values))
+        return LocalReduction(list(values))
 
     def records(self, save: SaveId) -> Records | None:
         """Entries in a store of its own."""
@@ -262,7 +262,7 @@ class TorchGroup:
 
         torch's object collectives need NumPy, which may not be installed.
         """
-        with no_collection():
+        with gc_paused():
             pickled = [pickle.dumps(each) for each in values]
         (nbytes,) = self.maximum([max(map(len, pickled))])
         device = _torch.device_for_collectives(self._group)
@@ -272,7 +272,7 @@ class TorchGroup:
         ]
 
 
-@no_collection()
+@gc_paused()
 def _values(messages: Sequence[torch.Tensor]) -> list[Any]:
     """The values in messages; a pickle says where it ends."""
     values = []
@@ -302,7 +302,7 @@ class PendingMaximum(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class LocalReduction:
     """The reduction of a process alone."""
 
     values: list[int]

@@ -60,7 +60,7 @@ class Form:
         return len(self.prefix)
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Consecutive bytes of a file, such as an archive."""
 
     file: str
@@ -118,11 +118,11 @@ def regions(items: Sequence[Wanted]) -> Iterator[slice]:
         yield slice(first, len(items))
 
 
-def nbytes_by_archive(wanted: Iterable[Wanted], rows_of: RowsOf) -> dict[Span, int]:
+def nbytes_by_archive(wanted: Iterable[Wanted], rows_of: RowsOf) -> dict[FileSpan, int]:
     """How many bytes of which archives are read; several items of an archive read it once."""
-    found: dict[Span, int] = {}
+    found: dict[FileSpan, int] = {}
     for item, file, offset, nbytes, _ in wanted:
-        archive, count = Span(file, offset, offset + nbytes), nbytes
+        archive, count = FileSpan(file, offset, offset + nbytes), nbytes
         if nbytes > SMALL_NBYTES and item.type is not LoadItemType.BYTE_IO:
             if rows := rows_of(item):
                 count = nbytes * item.lengths[0] // rows

@@ -108,19 +108,17 @@ def _gives_every_item_its_own_tensor(planner: LoadPlanner) -> bool:
     )
 
 
-_Known: TypeAlias = "tuple[Wanted, torch.Tensor | None, int]"
+_Item: TypeAlias = "tuple[Wanted, torch.Tensor | None, int]"
 """An item; its tensor, ``None`` for an object and for a tensor that the planner is asked for in
 turn; the address of its values, 0 unless the tensor is dense and on the CPU."""
 
 
-def _with_targets(
-    items: Sequence[Wanted], planner: LoadPlanner
-) -> tuple[list[_Known], list[_Known]]:
+def _with_targets(items: Sequence[Wanted], planner: LoadPlanner) -> tuple[list[_Item], list[_Item]]:
     """Items to read in any order, and items to read in the order of the plan; reads nothing."""
     if not _gives_every_item_its_own_tensor(planner):
         return [], [(wanted, None, 0) for wanted in items]
-    known: list[_Known] = []
-    in_turn: list[_Known] = []
+    known: list[_Item] = []
+    in_turn: list[_Item] = []
     of: list[Wanted] = []
     tensors: list[torch.Tensor] = []
     for wanted in items:
@@ -141,14 +139,14 @@ def _with_targets(
     return known, in_turn
 
 
-def _by_file(known: Iterable[_Known]) -> dict[str, list[_Known]]:
-    by_file: dict[str, list[_Known]] = {}
+def _by_file(known: Iterable[_Item]) -> dict[str, list[_Item]]:
+    by_file: dict[str, list[_Item]] = {}
     for each in known:
         by_file.setdefault(each[0].file, []).append(each)
     return by_file
 
 
-def _reads(load: _Load, file: OpenFile, known: Sequence[_Known]) -> Iterator[Sequence[Read]]:
+def _reads(load: _Load, file: OpenFile, known: Sequence[_Item]) -> Iterator[Sequence[Read]]:
     """Reads of items in their order; of large ones, together at least a piece."""
     few: list[LargeRead] = []
     for region in regions([wanted for wanted, _, _ in known]):
@@ -199,7 +197,7 @@ class SmallRead:
 
     tasks = 1
 
-    def __init__(self, load: _Load, file: OpenFile, known: Sequence[_Known]) -> None:
+    def __init__(self, load: _Load, file: OpenFile, known: Sequence[_Item]) -> None:
         self._load = load
         self._file = file
         self._known = known
@@ -375,7 +373,7 @@ class LargeRead:
         is_alike = shape == item.lengths and target.dtype is form.dtype
         memory = target
         if not (is_alike and span_of(target) and uploads.can_fill(target.device, form.dtype)):
-            memory = uploads.beside(target, shape, form.dtype)
+            memory = uploads.scratch_for(target, shape, form.dtype)
             self._stored = sliced(memory, offsets, item.lengths)
         uploads.begin(memory)
         self._memory = memory

@@ -2,9 +2,9 @@
 
 Ranks share an archive if together they would read more than all of it: because they need the same
 tensor, or slices of it whose rows overlap. The coordinator says which ranks get which bytes in
-which round (:func:`share`); every rank derives from that who reads and sends what, so that what is
-sent to the ranks stays small. Whole archives go into a round, so a round's items can be loaded from
-its bytes alone.
+which round (:func:`share_reads`); every rank derives from that who reads and sends what, so that
+what is sent to the ranks stays small. Whole archives go into a round, so a round's items can be
+loaded from its bytes alone.
 
 In each round, every rank reads its pieces. Then all ranks agree that none has failed, *before* any
 of them waits for another one's bytes: so no rank waits for a rank that has given up. Then pieces
@@ -29,7 +29,7 @@ from nostall._memory.copying import memory_of
 from nostall._model.progress import ReadCounter
 from nostall._read.archives import OpenFile
 from nostall._read.inflight import Workers
-from nostall._read.plan import Span, Wanted
+from nostall._read.plan import FileSpan, Wanted
 from nostall._storage.port import ReadableFiles, Source, Stat, Version
 from nostall.errors import OptionError, RankFailedError, RankLostError
 
@@ -72,7 +72,7 @@ class Part:
 
     ranks: Ranks
     """Each of them reads a piece of it."""
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
     """In the order of files and offsets; each consists of whole archives."""
 
     @property
@@ -88,7 +88,7 @@ class Part:
             for at, rank in enumerate(self.ranks)
         ]
 
-    def blocks_of(self, rank: int, most_nbytes: int) -> Iterator[tuple[int, Span]]:
+    def blocks_of(self, rank: int, most_nbytes: int) -> Iterator[tuple[int, FileSpan]]:
         """Blocks that a rank reads: offsets in the part, and the bytes of files there."""
         for reader, begin, end in self.pieces():
             at = 0
@@ -96,7 +96,7 @@ class Part:
                 of_file = first - at
                 upper = min(last, of_file + end)
                 for block in range(max(first, of_file + begin), upper, most_nbytes):
-                    yield block - of_file, Span(file, block, min(upper, block + most_nbytes))
+                    yield block - of_file, FileSpan(file, block, min(upper, block + most_nbytes))
                 at += last - first
 
 
@@ -104,7 +104,7 @@ Round: TypeAlias = tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class ReadShare:
     """The parts that one rank gets; travels to it in ``LoadPlan.storage_data``."""
 
     rounds: tuple[Round, ...]
@@ -142,9 +142,9 @@ def all_want_to_share(ranks: Sequence[object]) -> bool:
     return True
 
 
-def share(
-    wanted: Sequence[Mapping[Span, int]], *, round_nbytes: int = ROUND_NBYTES
-) -> list[Share] | None:
+def share_reads(
+    wanted: Sequence[Mapping[FileSpan, int]], *, round_nbytes: int = ROUND_NBYTES
+) -> list[ReadShare] | None:
     """Plan which bytes each rank gets from others; ``None`` if none would be read twice.
 
     ``wanted`` has, by rank, the archives that it needs, and how many bytes of each it would read.
@@ -158,18 +158,18 @@ def share(
             part = Part(ranks=ranks, spans=_joined(archives))
             for rank in ranks:
                 parts[rank][number].append(part)
-    return [Share(rounds=tuple(map(tuple, of_rank))) for of_rank in parts]
+    return [ReadShare(rounds=tuple(map(tuple, of_rank))) for of_rank in parts]
 
 
-def _read_twice(wanted: Sequence[Mapping[Span, int]]) -> list[tuple[Span, Ranks]]:
+def _read_twice(wanted: Sequence[Mapping[FileSpan, int]]) -> list[tuple[FileSpan, Ranks]]:
     """Archives of which ranks would read more than all, and these ranks; they do not overlap."""
-    ranks: dict[Span, list[int]] = defaultdict(list)
-    nbytes: dict[Span, int] = defaultdict(int)
+    ranks: dict[FileSpan, list[int]] = defaultdict(list)
+    nbytes: dict[FileSpan, int] = defaultdict(int)
     for rank, archives in enumerate(wanted):
         for archive, count in archives.items():
             ranks[archive].append(rank)
             nbytes[archive] += count
-    found: list[tuple[Span, Ranks]] = []
+    found: list[tuple[FileSpan, Ranks]] = []
     for archive in sorted(ranks):
         overlaps = found and found[-1][0].file == archive.file and found[-1][0].end > archive.begin
         if len(ranks[archive]) > 1 and nbytes[archive] > archive.nbytes and not overlaps:
@@ -178,14 +178,14 @@ def _read_twice(wanted: Sequence[Mapping[Span, int]]) -> list[tuple[Span, Ranks]
 
 
 def _in_rounds(
-    archives: Sequence[tuple[Span, Ranks]], round_nbytes: int
-) -> list[dict[Ranks, list[Span]]]:
+    archives: Sequence[tuple[FileSpan, Ranks]], round_nbytes: int
+) -> list[dict[Ranks, list[FileSpan]]]:
     """The archives of each round, by the ranks that get them.
 
     Archives of one set of ranks stay in order. Other sets may share their rounds, so that all ranks
     have something to do.
     """
-    rounds: list[dict[Ranks, list[Span]]] = []
+    rounds: list[dict[Ranks, list[FileSpan]]] = []
     filled: list[dict[int, int]] = []
     earliest: dict[Ranks, int] = defaultdict(int)
     for archive, ranks in archives:
@@ -205,12 +205,12 @@ def _in_rounds(
     return rounds
 
 
-def _joined(archives: Sequence[Span]) -> tuple[Span, ...]:
+def _joined(archives: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
     """Join spans that follow each other."""
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     for each in archives:
         if spans and (spans[-1].file, spans[-1].end) == (each.file, each.begin):
-            spans[-1] = Span(each.file, spans[-1].begin, each.end)
+            spans[-1] = FileSpan(each.file, spans[-1].begin, each.end)
         else:
             spans.append(each)
     return tuple(spans)
@@ -220,7 +220,7 @@ def _joined(archives: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def read_shared(
-    share: Share,
+    share: ReadShare,
     wanted: Sequence[Wanted],
     files: ReadableFiles,
     peers: Peers,
@@ -252,10 +252,10 @@ def read_shared(
     load(rest, files)
 
 
-def _failure_of(stage: Callable[[], None]) -> BaseException | None:
-    """The error of a stage, even if it is Ctrl-C: other ranks learn of it first."""
+def _failure_of(call: Callable[[], None]) -> BaseException | None:
+    """The error of a call, even if it is Ctrl-C: other ranks learn of it first."""
     try:
-        stage()
+        call()
     except BaseException as error:
         return error
     return None
@@ -284,9 +284,11 @@ _Placed: TypeAlias = "tuple[Wanted, int]"
 """An item, and where its archive begins in the memory of its round."""
 
 
-def _by_round(share: Share, wanted: Sequence[Wanted]) -> tuple[list[list[_Placed]], list[Wanted]]:
+def _by_round(
+    share: ReadShare, wanted: Sequence[Wanted]
+) -> tuple[list[list[_Placed]], list[Wanted]]:
     """The items to load from each round's memory, and those that no round brings."""
-    places: list[tuple[Span, int, int]] = []
+    places: list[tuple[FileSpan, int, int]] = []
     for number, content in enumerate(share.rounds):
         at = 0
         for span in (span for part in content for span in part.spans):
@@ -298,7 +300,7 @@ def _by_round(share: Share, wanted: Sequence[Wanted]) -> tuple[list[list[_Placed
     rest: list[Wanted] = []
     for each in wanted:
         place = bisect_right(begins, (each.file, each.offset)) - 1
-        span, number, at = places[place] if place >= 0 else (Span("", 0, 0), 0, 0)
+        span, number, at = places[place] if place >= 0 else (FileSpan("", 0, 0), 0, 0)
         if span.file == each.file and each.end <= span.end:
             rounds[number].append((each, at + each.offset - span.begin))
         else:
@@ -328,7 +330,7 @@ class _Round:
             items[each.file].append(each)
         memory = memory_of(self._memory)
 
-        def fill(blocks: Sequence[tuple[int, Span]]) -> None:
+        def fill(blocks: Sequence[tuple[int, FileSpan]]) -> None:
             for name, of_file in groupby(blocks, key=lambda block: block[1].file):
                 workers.require_running()
                 # What is read for others counts when it is loaded.
@@ -340,9 +342,9 @@ class _Round:
             for task in [workers.submit(partial(fill, each)) for each in self._tasks_of(rank)]:
                 workers.wait(task)
 
-    def _tasks_of(self, rank: int) -> Iterator[list[tuple[int, Span]]]:
+    def _tasks_of(self, rank: int) -> Iterator[list[tuple[int, FileSpan]]]:
         """Tasks of at most a block that a rank reads: places in the memory, and the bytes."""
-        blocks: list[tuple[int, Span]] = []
+        blocks: list[tuple[int, FileSpan]] = []
         left = _BLOCK_NBYTES
         for at, part in self._parts():
             for offset, span in part.blocks_of(rank, _BLOCK_NBYTES):

@@ -33,14 +33,14 @@ from nostall._commit.metadata import load_metadata, planned_indices
 from nostall._commit.publication import KnownResults, Publication, complete_metadata, publication_of
 from nostall._engine import default_engine
 from nostall._model import checksum
-from nostall._model.threads import no_collection
+from nostall._model.threads import gc_paused
 from nostall._model.values import Abort, RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
 from nostall._save.plans_by_name import NamedGlobalPlan
 from nostall._save.publish import FinishedMetadata, is_unpublished, publish, remove_unpublished
 from nostall._save.written import WrittenItems
-from nostall._storage.deadlines import in_time
+from nostall._storage.deadlines import call_with_deadline
 from nostall._storage.locations import is_same, storage_at
 from nostall._storage.port import open_to_read, read_metadata
 from nostall.errors import ReadError, SaveError
@@ -64,7 +64,7 @@ class RankMessage(NamedTuple):
     """Identity of the save among those to its directory; ``None`` if it was not counted."""
     counts_alike: bool
     """Whether all ranks are known to count saves alike."""
-    took_s: float
+    duration_s: float
     """From the start of planning until the files were durable."""
 
     def encoded(self) -> bytes:
@@ -77,17 +77,17 @@ class RankMessage(NamedTuple):
                 written.directory,
                 None if written.files is None else [each[:] for each in written.files],
                 written.left,
-                written.belongs_at,
+                written.final_path,
             ),
             self.changed_plan,
             None if save is None else save[:],
             self.counts_alike,
-            self.took_s,
+            self.duration_s,
         )
         return pickle.dumps(parts)
 
 
-@no_collection()
+@gc_paused()
 def decoded(messages: Sequence[RankMessage | bytes]) -> list[RankMessage]:
     """The messages of all ranks; a process that saves alone has not encoded its own. ``SaveError``
     if one cannot be read.
@@ -98,19 +98,19 @@ def decoded(messages: Sequence[RankMessage | bytes]) -> list[RankMessage]:
             if isinstance(each, RankMessage):
                 found.append(each)
                 continue
-            is_reference, outcome, written, changed_plan, save, alike, took_s = pickle.loads(each)
-            directory, files, left, belongs_at = written
+            refers, outcome, written, changed_plan, save, alike, duration_s = pickle.loads(each)
+            directory, files, left, final_path = written
             # Calls with * would take twice as long, for thousands of ranks.
             if files is not None:
                 files = tuple([WrittenFile(name, nbytes, crc32) for name, nbytes, crc32 in files])
-            if is_reference:
+            if refers:
                 token, names = outcome
                 outcome = ResultsReference(token, names)
             if save is not None:
                 series, number = save
                 save = SaveId(series, number)
-            written = RankFiles(directory, files, left, belongs_at)
-            found.append(RankMessage(outcome, written, changed_plan, save, alike, took_s))
+            written = RankFiles(directory, files, left, final_path)
+            found.append(RankMessage(outcome, written, changed_plan, save, alike, duration_s))
         except Exception as error:  # a pickle can raise anything
             raise SaveError(
                 f"the message of a rank cannot be read: {error!r:.200}",
@@ -173,7 +173,7 @@ def commit_split_save(
 
 # The collector would visit each message several times. This waits for storage only where ranks name
 # the directory differently, with local_staging_dir, and for what adapters write beside.
-@no_collection()
+@gc_paused()
 def _decide(
     save: RankSave,
     messages: Sequence[RankMessage | bytes],
@@ -208,7 +208,7 @@ def _decide(
         published=True,
         changed=bool(changed),
         series=None if all(each.counts_alike for each in of_ranks) else new_series(),
-        slowest_rank=max(range(len(of_ranks)), key=lambda rank: of_ranks[rank].took_s),
+        slowest_rank=max(range(len(of_ranks)), key=lambda rank: of_ranks[rank].duration_s),
     )
     return publication, planned, _finished(publication, written, storage_meta()), ending
 
@@ -274,7 +274,7 @@ def _files_in(results: list[WriteResult]) -> set[str]:
     return {*named, *(getattr(each.storage_data, "relative_path", "") for each in results)}
 
 
-@no_collection()
+@gc_paused()
 def _publication_by_dcp(
     planned: Metadata, results: Sequence[list[WriteResult]], plan: NamedGlobalPlan | None
 ) -> Publication:
@@ -301,7 +301,7 @@ def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -
     rank = save.settings.rank
 
     def is_same_in_time(one: str, other: str) -> bool:
-        return in_time(
+        return call_with_deadline(
             lambda: is_same(one, other),
             timeout_s=default_engine().options.save_timeout_s,
             doing="comparing the directories that ranks wrote to",
@@ -310,8 +310,8 @@ def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -
             rank=rank,
         )
 
-    directories = [None if each is None else each.belongs_at or each.directory for each in written]
-    here = save.settings.belongs_at
+    directories = [None if each is None else each.final_path or each.directory for each in written]
+    here = save.settings.final_path
     require_one_directory(directories, here, rank=rank, is_same=is_same_in_time)
     save.before_commit(written)
 
@@ -336,7 +336,7 @@ def _publication(
     return publication
 
 
-@no_collection()
+@gc_paused()
 def _publication_of_results(metadata: Metadata, results: Sequence[RankResults]) -> Publication:
     """The publication of a save; ``IncompleteSaveError`` if an item of the metadata was not
     written.
@@ -348,7 +348,7 @@ def _publication_of_results(metadata: Metadata, results: Sequence[RankResults]) 
     return publication
 
 
-@no_collection()
+@gc_paused()
 def _finished(
     publication: Publication,
     written: Sequence[RankFiles | None],
@@ -356,11 +356,11 @@ def _finished(
 ) -> FinishedMetadata:
     """The content of a checkpoint's metadata file; with a manifest if all files are known."""
     content = publication.content(storage_meta)
-    known = [each.files for each in written if each is not None and each.files is not None]
+    file_lists = [each.files for each in written if each is not None and each.files is not None]
     # With a partial manifest the other files would look like foreign ones.
-    if len(known) == len(written):
+    if len(file_lists) == len(written):
         last = b"".join(content[len(publication.program) :])
-        files = tuple(chain.from_iterable(known))
+        files = tuple(chain.from_iterable(file_lists))
         index = publication.index
         if index is not None and not index.fits({file.name: file.nbytes for file in files}):
             index = None  # readers would refuse it
@@ -408,7 +408,7 @@ def _read(directory: str, name: str, save_id: str) -> dict[str, Any]:
             return load_metadata(read_metadata(stream, path), path=path)
 
     try:
-        metadata = in_time(
+        metadata = call_with_deadline(
             read,
             timeout_s=default_engine().options.save_timeout_s,
             doing="reading the metadata that dcp.save returned",

@@ -27,7 +27,7 @@ from nostall._ranks.agreement import PATIENCE_S
 from nostall._ranks.failures import CANCEL_TIMEOUT_S
 from nostall._ranks.group import Records
 from nostall._save.decide import Ending
-from nostall._storage.deadlines import in_time
+from nostall._storage.deadlines import call_with_deadline
 from nostall.errors import NotDurableError, SaveTimeoutError
 
 _log = logging.getLogger("nostall")
@@ -188,7 +188,7 @@ class EarlyCommit:
 
     def _claim_to_give_up(self) -> bool:
         try:
-            return in_time(
+            return call_with_deadline(
                 lambda: self._records.claim(_GIVE_UP),
                 timeout_s=CANCEL_TIMEOUT_S,
                 doing="giving up a save",

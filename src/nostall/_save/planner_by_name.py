@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall._engine import Engine
-from nostall._model.threads import no_collection
+from nostall._model.threads import gc_paused
 from nostall._plan.items import require_representable
 from nostall._plan.planner import plan_columns, require_one_shape
 from nostall._save.plans_by_name import (
@@ -103,7 +103,7 @@ class SavePlanner(DefaultSavePlanner):
         if not self._recognised:
             self._flatten()
 
-    @no_collection()
+    @gc_paused()
     def create_local_plan(self) -> SavePlan:
         """This rank's plan; a question if it is known."""
         if self._plans is not None and self._recognised:
@@ -111,7 +111,7 @@ class SavePlanner(DefaultSavePlanner):
         plan = super().create_local_plan()
         return plan if self._plans is None else SentPlan(**vars(plan), made=plan.items)
 
-    @no_collection()
+    @gc_paused()
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """The answers to the ranks, and the metadata.
 
@@ -142,7 +142,7 @@ class SavePlanner(DefaultSavePlanner):
             replace(plan, items=final) for plan, final in zip(plans, finals, strict=True)
         ], metadata
 
-    @no_collection()
+    @gc_paused()
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """This rank's final plan, with all its items.
 
@@ -237,7 +237,7 @@ class SavePlanner(DefaultSavePlanner):
         (known,) = self._recognised.values()
         return replace(known.plan.final, storage_data=new_plan.storage_data)
 
-    @no_collection()
+    @gc_paused()
     def _flatten(self) -> None:
         if self._given is None:
             raise SaveError(

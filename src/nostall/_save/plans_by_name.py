@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from nostall._commit.columns import PlanColumns, compact, in_full
 from nostall._commit.publication import KnownResults
 from nostall._plan.agree import reusable_metadata
-from nostall._plan.planner import Share, serialized
+from nostall._plan.planner import PlanShare, serialized
 from nostall._save.prepared import KnownSave
 from nostall.errors import SaveError
 
@@ -70,7 +70,7 @@ class ItemsInColumns(Sequence[WriteItem]):
     With a ``share``, they are the items of the final plan that it makes of the local one.
     """
 
-    def __init__(self, columns: PlanColumns, share: Share | None = None) -> None:
+    def __init__(self, columns: PlanColumns, share: PlanShare | None = None) -> None:
         self.columns = columns
         self.share = share
 
@@ -109,7 +109,7 @@ class PlanAnswer(SavePlan):
     """How many plans to remember, with this one."""
     sent_token: str | None = None
     """The token of this rank's results, if the coordinator has them."""
-    share: Share | None = None
+    share: PlanShare | None = None
     """Turns the rank's own plan into this one, if that is sent."""
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@
          -> begin_snapshot -> Snapshot                   stage() in stage_and_write
          -> write -> RankReport                          write_here() and write_in_background()
                                                          in stage_and_write; for synchronous
-                                                         saves, write_now() in write_directly
+                                                         saves, write_directly() in write_directly
          -> results                                      write_results() in written
 
 The caller chooses where to write: in a writer process, or in this one while it waits. The code that
@@ -33,12 +33,11 @@ from nostall._commit.commit import require_one_result_each
 from nostall._engine import Engine
 from nostall._model.names import FileFormat
 from nostall._model.progress import Progress
-from nostall._model.threads import no_collection
+from nostall._model.threads import gc_paused
 from nostall._model.values import Layout, PlannedSave, Share
 from nostall._plan.items import Resolver, plan_rank
-from nostall._plan.layout import FileNaming, Packing, renamed
-from nostall._plan.structure import OPENERS, KnownStructure, Openers
-from nostall._plan.structure import learn as learn_structure
+from nostall._plan.layout import FileNaming, Packing, with_naming
+from nostall._plan.structure import OPENERS, KnownStructure, Openers, learn_structure
 from nostall._save.written import expected_results
 from nostall._storage.deadlines import may_hold
 from nostall._storage.directories import Visit
@@ -83,7 +82,7 @@ class WriterSettings:
     stream: StreamTarget | None
     transform_descriptors: tuple[str, ...] | None
     """Tells DCP's reader how to undo stream transforms; ``None`` without any."""
-    belongs_at: str
+    final_path: str
     """Where the checkpoint is to be in the end; the same for all ranks."""
     metadata_name: str
     other_metadata_name: str
@@ -174,7 +173,7 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
     alone = f"__{rank}{together}"
     return WriterSettings(
         directory=own.directory or str(writer.path),
-        belongs_at=str(writer.path),
+        final_path=str(writer.path),
         is_elsewhere=own.directory is not None,
         has_unique_names=own.directory is not None or is_address(writer.path),
         rank=rank,
@@ -196,10 +195,10 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
 
 
 @dataclass
-class Beside(_torch.StoragePrefix):
+class ReplacingPrefix(_torch.StoragePrefix):
     """DCP's prefix of a rank's file names, from a coordinator that found a checkpoint."""
 
-    beside: str
+    replaced_directory: str
     """The directory of that checkpoint."""
 
 
@@ -222,7 +221,7 @@ class PreparedSave:
         return tuple(file.name for file in self.layout.files)
 
 
-@no_collection()
+@gc_paused()
 def prepare(
     plan: SavePlan, resolver: Resolver, *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
@@ -272,7 +271,7 @@ class KnownSave:
         return tuple(expected_results(self.share, self.layout))
 
 
-@no_collection()
+@gc_paused()
 def learn(
     prepared: PreparedSave,
     state_dict: dict[str, Any],
@@ -327,7 +326,7 @@ def prepare_known(
         with target.timeline.measure("layout"):
             layout = engine.lay_out(share.shapes, target.naming, packing)
     elif target.naming != known.naming:
-        layout = renamed(layout, target.naming)
+        layout = with_naming(layout, target.naming)
     planned = PlannedSave(share=share, sources=sources)
     target.progress.nbytes = layout.nbytes
     return as_known(PreparedSave(planned=planned, layout=layout, target=target), known)

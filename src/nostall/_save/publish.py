@@ -30,7 +30,7 @@ from nostall._model.jobs import Faults
 from nostall._model.names import METADATA_SUFFIX, is_draft, is_given_to_shards, is_ours_to_remove
 from nostall._model.values import RankFiles
 from nostall._storage import directories
-from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, in_time, remove_in_time
+from nostall._storage.deadlines import REMOVAL_TIMEOUT_S, call_with_deadline, remove_with_deadline
 from nostall._storage.locations import storage_at
 from nostall._storage.port import Files, may_have, open_to_read, read_metadata
 from nostall.errors import (
@@ -113,11 +113,11 @@ def publish(
 
     began_s = time.monotonic()
     with save.timeline.measure("publish"):
-        to_remove = _run_in_time(run, point, path, timeout_s)
+        obsolete = _run_with_deadline(run, point, path, timeout_s)
         left_s = max(REMOVAL_TIMEOUT_S, timeout_s - (time.monotonic() - began_s))
-        paths = [storage.where(each) for each in to_remove]
+        paths = [storage.where(each) for each in obsolete]
         try:
-            remove_in_time(paths, remove=lambda _: storage.remove(to_remove), timeout_s=left_s)
+            remove_with_deadline(paths, remove=lambda _: storage.remove(obsolete), timeout_s=left_s)
         except Exception:  # the checkpoint is published and must not be reported as lost
             _log.exception("files of the replaced checkpoint stay: path=%s", directory)
     save.after_commit()
@@ -127,12 +127,12 @@ def publish(
         metadata.storage_meta = finished.storage_meta
 
 
-def _run_in_time(
+def _run_with_deadline(
     run: Callable[[], tuple[str, ...]], point: _PointOfNoReturn, path: str, timeout_s: float
 ) -> tuple[str, ...]:
     """Run a commit; if storage hangs, the error says whether it may still take effect."""
     try:
-        return in_time(
+        return call_with_deadline(
             run,
             timeout_s=timeout_s + _LOCK_GRACE_S,
             doing="publishing the metadata",
@@ -278,6 +278,6 @@ def remove_unpublished(
         if each is not None and each.directory == directory
         for name in of_rank
     }
-    remove_in_time(
+    remove_with_deadline(
         [os.path.join(directory, name) for name in sorted(filter(is_ours_to_remove, here))]
     )

@@ -22,7 +22,7 @@ from nostall import _torch
 from nostall._engine import Engine, default_engine
 from nostall._memory.overlap import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
-from nostall._model.progress import State
+from nostall._model.progress import SaveState
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
 from nostall._plan.layout import FileNaming
@@ -45,7 +45,7 @@ from nostall._save.publish import files_of
 from nostall._save.split_save import SplitSave
 from nostall._save.stage_and_write import wait_for, write_in_background
 from nostall._save.stager import stage_for_later, take_over
-from nostall._save.write_directly import write_now
+from nostall._save.write_directly import write_directly
 from nostall._save.written import (
     WrittenItems,
     as_written,
@@ -53,7 +53,7 @@ from nostall._save.written import (
     written_files,
     written_items,
 )
-from nostall._storage.deadlines import in_time, make_ready, remove_in_time
+from nostall._storage.deadlines import call_with_deadline, make_ready, remove_with_deadline
 from nostall._storage.directories import Visit, has_failed_in
 from nostall._storage.locations import is_address, storage_at
 from nostall.errors import NostallError, OptionError, StagingError
@@ -80,7 +80,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class SynchronousSave:
     """All files are complete, written while the caller waited."""
 
     visit: Visit
@@ -108,13 +108,13 @@ class RankSave:
         self.staged_for_next: Staging | None = None
         """The staging of this save, for the one that the writer's ``reset`` begins:
         ``dcp.async_save`` resets the writer between staging and writing."""
-        self.state: Unplanned | Failed | SplitSave | Written = Unplanned()
+        self.state: Unplanned | Failed | SplitSave | SynchronousSave = Unplanned()
         self.slowest_rank: int | None = None
         """The rank whose files were durable last, once it is known."""
         self._may_replace: bool | None = None
         self.named_plan: NamedGlobalPlan | None = None
         """On the coordinator, if ``SavePlanner`` has made or found it."""
-        self.beside: Callable[[], None] | None = None
+        self.write_extras: Callable[[], None] | None = None
         """On the coordinator, makes what belongs to the checkpoint beside the files of ranks, when
         all have written, on any thread. If it raises, nothing is committed."""
 
@@ -214,12 +214,12 @@ class RankSave:
             results = write_results(prepared, report)
             visit.hand_over()
         except BaseException:  # passed on; this save leaves its directory
-            prepared.target.progress.to(State.FAILED)
+            prepared.target.progress.to(SaveState.FAILED)
             visit.end(committed=False)
             raise
-        prepared.target.progress.to(State.WRITTEN)
+        prepared.target.progress.to(SaveState.WRITTEN)
         receipts = report.receipts if isinstance(report, RankWritten) else ()
-        self.state = Written(visit=visit, receipts=receipts)
+        self.state = SynchronousSave(visit=visit, receipts=receipts)
         return written_items(results, written_files(prepared, report), prepared, sent_token)
 
     def _prepared_by_name(
@@ -271,20 +271,20 @@ class RankSave:
         settings, engine, job = self.settings, default_engine(), uuid.uuid4().hex
         directory, options = settings.directory, settings.options
         # A reader of the previous checkpoint's metadata must not find new files under its names.
-        is_beside = getattr(plan.storage_data, "beside", None) == directory
+        is_replacing = getattr(plan.storage_data, "replaced_directory", None) == directory
         if replaces is None and not settings.has_unique_names:
-            replaces = is_beside or settings.may_replace(engine)
+            replaces = is_replacing or settings.may_replace(engine)
         suffix = ""
         if replaces or settings.has_unique_names or has_failed_in(directory):
             # A file system refuses a second file of a name. A store replaces the first one.
-            suffix = f"-{job[:8]}-{job[-8:]}" if is_address(settings.belongs_at) else f"-{job[:8]}"
+            suffix = f"-{job[:8]}-{job[-8:]}" if is_address(settings.final_path) else f"-{job[:8]}"
         naming = FileNaming(
             prefix=getattr(plan.storage_data, "prefix", None) or f"__{settings.rank}_",
             suffix=suffix,
             separation_hint=options.separation_hint,
             file_format=options.file_format,
         )
-        progress = engine.under_way.begin(job, path=directory, rank=settings.rank)
+        progress = engine.in_progress.begin(job, path=directory, rank=settings.rank)
         try:
             yield SaveTarget(
                 job=job,
@@ -297,7 +297,7 @@ class RankSave:
                 faults=engine.faults,
             )
         except BaseException:  # passed on
-            progress.to(State.FAILED)
+            progress.to(SaveState.FAILED)
             raise
 
     def wait_staged(self, timeout: float | None) -> None:
@@ -341,7 +341,7 @@ class RankSave:
             split = self.split
             if split is None or not split.has_to_run:
                 return None
-            report = split.collect()
+            report = split.checked_report()
             split.is_retrieved = True
             return read(split.prepared, report)
         except Exception as error:  # finalising reports it to every rank
@@ -349,11 +349,11 @@ class RankSave:
 
     @property
     def written_files(self) -> RankFiles:
-        """The files that this rank wrote, once its report is collected."""
+        """The files that this rank wrote, once its report is checked."""
         if isinstance(self.state, SplitSave):
-            return written_files(self.state.prepared, self.state.collected)
+            return written_files(self.state.prepared, self.state.final_report)
         return RankFiles(
-            directory=self.settings.directory, files=(), belongs_at=self.settings.belongs_at
+            directory=self.settings.directory, files=(), final_path=self.settings.final_path
         )
 
     def is_named(self) -> bool:
@@ -362,7 +362,7 @@ class RankSave:
         """
         names = set() if self.split is None else set(self.split.prepared.files)
         directory, name = self.settings.directory, self.settings.metadata_name
-        found = in_time(
+        found = call_with_deadline(
             lambda: files_of(storage_at(directory), name),
             timeout_s=default_engine().options.save_timeout_s,
             doing="looking for the checkpoint",
@@ -388,9 +388,9 @@ class RankSave:
     # --- its end --------------------------------------------------------------------------------
 
     def before_commit(self, written: Sequence[RankFiles | None]) -> None:  # noqa: ARG002  # a subclass looks at them
-        """Call :attr:`beside`; a subclass may refuse the files of all ranks. On the coordinator."""
-        if self.beside is not None:
-            self.beside()
+        """Call :attr:`write_extras`; a subclass may refuse all ranks' files. On the coordinator."""
+        if self.write_extras is not None:
+            self.write_extras()
 
     def after_commit(self) -> None:
         """Do nothing; a subclass may use what was just committed. On the coordinator."""
@@ -403,11 +403,11 @@ def _write(prepared: PreparedSave, engine: Engine) -> tuple[PreparedSave, RankRe
         written = write_in_background(staged, prepared.target, engine)
         return prepared, wait_for(written, prepared.target, engine)
     try:
-        report = write_now(prepared, engine)
+        report = write_directly(prepared, engine)
     except BaseException:  # passed on; the writing threads have removed what they made
         engine.stop_threads(prepared.target.job)
-        remove_in_time(sorted(prepared.target.progress.created))
+        remove_with_deadline(sorted(prepared.target.progress.created))
         raise
     if isinstance(report, RankFailed):
-        remove_in_time(sorted(prepared.target.progress.created))
+        remove_with_deadline(sorted(prepared.target.progress.created))
     return prepared, report

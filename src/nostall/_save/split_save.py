@@ -17,7 +17,7 @@ from nostall._engine import Engine, default_engine
 from nostall._memory.overlap import SnapshotFence, changed_too_early
 from nostall._memory.snapshot import Snapshot
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
-from nostall._model.progress import Progress, State
+from nostall._model.progress import Progress, SaveState
 from nostall._model.threads import is_done, uninterrupted
 from nostall._ranks.failures import await_report, failure_of
 from nostall._save.early_commit import EarlyCommit
@@ -30,7 +30,7 @@ from nostall._save.stage_and_write import (
     write_in_background,
 )
 from nostall._save.written import as_written
-from nostall._storage.deadlines import remove_in_time
+from nostall._storage.deadlines import remove_with_deadline
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError, StagingError
 
 
@@ -91,7 +91,7 @@ class BackgroundSave(ABC):
         """Cancel the save, within a bounded time; no effect on a save that is over. Without a
         ``failure``, the report says that it was aborted.
         """
-        self.progress.to(State.ABORTED)  # a snapshot still being taken is not written then
+        self.progress.to(SaveState.ABORTED)  # a snapshot still being taken is not written then
         self.engine.cancel(self.job, self._report if self.was_started else None)
         failure = failure or Failure(
             kind="SaveAbortedError", message="the save was aborted", phase="write"
@@ -153,15 +153,15 @@ class SplitSave(BackgroundSave):
         self.has_to_run = bool(prepared.planned.share.plan.items)
         """Whether this rank has something to write."""
         if not self.has_to_run:
-            self.progress.to(State.WRITTEN)
+            self.progress.to(SaveState.WRITTEN)
         self.early: EarlyCommit | None = None
         """Its early commit, until it is over; ``None`` if it cannot be committed early."""
         self._fence: SnapshotFence | None = None
-        self._collecting = threading.Lock()
+        self._checking = threading.Lock()
         self.is_retrieved = False
         """Whether somebody has asked for its results, or nobody will."""
-        self.collected: RankReport | None = None
-        """Its report, once :meth:`collect` has returned it."""
+        self.final_report: RankReport | None = None
+        """Its report, once :meth:`checked_report` has returned it."""
         self.receipts: tuple[FileReceipt, ...] = ()
         """Receipts of the written files, by that report."""
         self._changed: list[str] = []
@@ -187,7 +187,7 @@ class SplitSave(BackgroundSave):
                     snapshot = stage(self.prepared, self.engine)
             except BaseException:  # passed on
                 self.engine.stop_threads(self.job)
-                remove_in_time(sorted(self.progress.created))
+                remove_with_deadline(sorted(self.progress.created))
                 raise
             # Its tensors need not be kept.
             planned = replace(self.prepared.planned, sources=())
@@ -209,7 +209,7 @@ class SplitSave(BackgroundSave):
         timeout_s = self.engine.options.save_timeout_s
         if is_done(staging, timeout_s):
             return staging.result()
-        self.progress.to(State.ABORTED)
+        self.progress.to(SaveState.ABORTED)
         staging.add_done_callback(self._give_up)
         raise SaveTimeoutError(
             f"the snapshot was not taken within {timeout_s:g} s",
@@ -261,7 +261,7 @@ class SplitSave(BackgroundSave):
 
     def _settle(self, report: RankReport) -> None:
         try:
-            is_written = isinstance(report, RankWritten) and self.progress.to(State.WRITTEN)
+            is_written = isinstance(report, RankWritten) and self.progress.to(SaveState.WRITTEN)
             if is_written and (early := self.early) is not None:
                 early.begin()  # before the queue asks whether it is in progress
         finally:  # also if removing a file fails, for lack of memory, say
@@ -273,7 +273,7 @@ class SplitSave(BackgroundSave):
         No effect on a save that has ended. The files stay if the save may have been committed
         early, unless the coordinator has said that it was not: ``is_certain``.
         """
-        if self.progress.state in (State.COMMITTED, State.FAILED):
+        if self.progress.state in (SaveState.COMMITTED, SaveState.FAILED):
             return
         self.engine.stop_threads(self.job)
         early = self.early
@@ -281,12 +281,12 @@ class SplitSave(BackgroundSave):
             early.retire()
         if is_certain or early is None or early.withdraw():
             # Slow removals finish when storage answers; no other save uses these names.
-            remove_in_time(sorted(self.progress.created))
+            remove_with_deadline(sorted(self.progress.created))
         self.end(committed=False)
 
     def end(self, *, committed: bool) -> None:
         """End this save."""
-        self.progress.to(State.COMMITTED if committed else State.FAILED)
+        self.progress.to(SaveState.COMMITTED if committed else SaveState.FAILED)
         early, self.early = self.early, None
         if early is not None:
             early.stop()
@@ -294,14 +294,13 @@ class SplitSave(BackgroundSave):
                 early.retire()
         self.visit.end(committed=committed)
 
-    def collect(self) -> RankReport:
+    def checked_report(self) -> RankReport:
         """Wait for the report, and check that the snapshot is consistent. From any thread.
 
-        The results do not count as retrieved. ``StagingError`` if tensors were changed without
-        waiting for the snapshot.
+        The results do not count as retrieved. ``StagingError`` if tensors were changed too early.
         """
-        with self._collecting:
-            if self.collected is None:
+        with self._checking:
+            if self.final_report is None:
                 # Before any error: a lost save uses its names and memory until its report is there.
                 if self.was_started or is_done(self._report):
                     report = self.await_report(self._report)
@@ -316,9 +315,9 @@ class SplitSave(BackgroundSave):
                 self.prepared = as_written(self.prepared, report)
                 self._changed = [] if self._fence is None else self._fence.changed_unseen()
                 self.receipts = report.receipts if isinstance(report, RankWritten) else ()
-                self.collected = report
+                self.final_report = report
         if self._changed:
             error = changed_too_early(self._changed)
             error.path = self.prepared.target.settings.directory
             raise error
-        return self.collected
+        return self.final_report

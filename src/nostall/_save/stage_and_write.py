@@ -30,13 +30,13 @@ from nostall._model.jobs import (
     WriteJob,
     page_aligned,
 )
-from nostall._model.progress import State
+from nostall._model.progress import SaveState
 from nostall._model.threads import is_done, spawn_or_run
 from nostall._model.values import Layout
 from nostall._plan.layout import waves
 from nostall._ranks.failures import await_report, error_of, failure_of, joined, when_done
 from nostall._save.prepared import PreparedSave, SaveTarget
-from nostall._storage.deadlines import remove_in_time
+from nostall._storage.deadlines import remove_with_deadline
 from nostall._storage.locations import is_address, storage_options_of
 from nostall._writer.files import perform
 from nostall._writer.seals import WholeImage
@@ -52,7 +52,7 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
     ``SaveTimeoutError`` if earlier saves still hold all snapshot memory; ``ReservationError`` if
     there is not enough host memory; ``StagingError`` if a copy failed.
     """
-    prepared.target.progress.to(State.STAGING)
+    prepared.target.progress.to(SaveState.STAGING)
     with prepared.target.timeline.measure("stage"):
         snapshot, copies = _begin_snapshot(prepared, engine, beyond_limit=beyond_limit)
         copies.wait()
@@ -64,7 +64,7 @@ def stage_in_background(
 ) -> tuple[Future[Snapshot], SnapshotFence]:
     """Take the snapshot during training; no tensor may be changed before a wait for the fence."""
     _require_unstaged(prepared)
-    prepared.target.progress.to(State.STAGING)
+    prepared.target.progress.to(SaveState.STAGING)
     # The thread refers to this only, which has no tensors.
     bare = replace(prepared, planned=replace(prepared.planned, sources=()))
 
@@ -198,7 +198,7 @@ def wait_for(written: Future[RankReport], target: SaveTarget, engine: Engine) ->
         )
     except BaseException:  # an interrupt, such as Ctrl-C, too
         give_up()
-        remove_in_time(sorted(target.progress.created))
+        remove_with_deadline(sorted(target.progress.created))
         raise
 
 
@@ -231,7 +231,7 @@ def write_in_background(
     engine: Engine,
 ) -> Future[RankReport]:
     """Write in the writer process, or a thread for unpicklable callables; releases the snapshot."""
-    target.progress.to(State.STAGED)
+    target.progress.to(SaveState.STAGED)
     stream: bytes | None = None
     if target.settings.stream is not None:
         with suppress(pickle.PicklingError, AttributeError, TypeError):

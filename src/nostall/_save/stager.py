@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from nostall._engine import Engine, default_engine
 from nostall._memory.arena import Lease
-from nostall._memory.copying import Copies, Places
+from nostall._memory.copying import Copies, TargetViews
 from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
 from nostall._memory.snapshot import Snapshot, adopt_staged
 from nostall._memory.staged_state import (
@@ -140,7 +140,7 @@ def _copy_in_background(
 
 def _begin_copy(
     state_dict: Mapping[str, Any], engine: Engine, settings: WriterSettings
-) -> tuple[list[Leaf], StagedStateDict, Places]:
+) -> tuple[list[Leaf], StagedStateDict, TargetViews]:
     leaves = find_leaves(state_dict)
     key = (structure_of(leaves), settings.options)
     placement = engine.placements.get(key)

@@ -31,7 +31,7 @@ from nostall._writer.seals import Window
 from nostall.errors import StagingError
 
 
-def write_now(prepared: PreparedSave, engine: Engine) -> RankReport:
+def write_directly(prepared: PreparedSave, engine: Engine) -> RankReport:
     """Write a rank's share while the caller, and with it the trainer, waits.
 
     Takes a snapshot if it needs no more memory than the ring, or if chunks cannot be made one by

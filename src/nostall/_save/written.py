@@ -23,7 +23,7 @@ from nostall._model.jobs import FileReceipt, RankFailed, RankReport
 from nostall._model.names import AS_SAFETENSORS
 from nostall._model.values import Layout, RankFiles, Share, WrittenFile
 from nostall._ranks.failures import error_of
-from nostall._storage.deadlines import in_time
+from nostall._storage.deadlines import call_with_deadline
 from nostall._storage.locations import storage_at
 from nostall._storage.port import require_file
 from nostall.errors import IncompleteSaveError, SaveTimeoutError, WriteError
@@ -106,7 +106,7 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
     files = storage_at(target.settings.directory)
     path = files.where(receipt.name)
     try:
-        in_time(
+        call_with_deadline(
             lambda: require_file(files, receipt.name, receipt.nbytes),
             timeout_s=target.timeout_s,
             doing="looking for a written file",
@@ -197,7 +197,7 @@ def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFile
         directory=target.settings.directory,
         files=files,
         left=target.visit.left_before(),
-        belongs_at=target.settings.belongs_at,
+        final_path=target.settings.final_path,
     )
 
 

@@ -1,7 +1,6 @@
 """Storage calls of the trainer, with deadlines: each runs on a daemon thread.
 
-Beside :func:`in_time`, the module has calls of several stages: make a directory, look at it, remove
-files in it.
+:func:`call_with_deadline` runs any call; the others make a directory, look at it, or remove files.
 
 A thread in a system call cannot be ended. If storage hangs, the thread is left behind with what it
 holds until storage answers; an exiting interpreter does not wait for it.
@@ -38,7 +37,7 @@ def begin(name: str, call: Callable[[], T]) -> Future[T]:
     return done
 
 
-def in_time(
+def call_with_deadline(
     call: Callable[[], T],
     *,
     timeout_s: float,
@@ -121,7 +120,7 @@ def make_ready(
             raise must_stay(place, rank)
         return is_taken or any(may_have(storage, name) for name in others)
 
-    return in_time(
+    return call_with_deadline(
         make,
         timeout_s=timeout_s,
         doing="making the checkpoint directory",
@@ -138,7 +137,7 @@ def may_hold(
 
     ``SaveTimeoutError`` if storage does not answer.
     """
-    return in_time(
+    return call_with_deadline(
         lambda: any(map(partial(may_have, storage_at(place)), metadata_names)),
         timeout_s=timeout_s,
         doing="looking for an existing checkpoint",
@@ -160,7 +159,7 @@ def must_stay(place: str, rank: int | None) -> CheckpointExistsError:
     )
 
 
-def remove_in_time(
+def remove_with_deadline(
     paths: Sequence[str],
     *,
     remove: Callable[[Sequence[str]], object] = remove_unnamed,
@@ -173,7 +172,7 @@ def remove_in_time(
     if not paths:
         return
     try:
-        in_time(
+        call_with_deadline(
             lambda: remove(paths),
             timeout_s=timeout_s,
             doing="removing files",

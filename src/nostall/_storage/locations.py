@@ -121,10 +121,10 @@ def absolute(path: str | os.PathLike[str]) -> str:
 def without_links(path: str) -> str:
     """The path that links in it lead to; ``SaveTimeoutError`` if storage does not answer."""
     # Here and not at the top: the writer process follows no links, and starts without these.
-    from nostall._storage.deadlines import in_time
+    from nostall._storage.deadlines import call_with_deadline
     from nostall.options import EngineOptions
 
-    return in_time(
+    return call_with_deadline(
         lambda: os.path.realpath(path),
         timeout_s=EngineOptions().save_timeout_s,  # there may be no engine yet
         doing="following links",

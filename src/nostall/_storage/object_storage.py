@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from nostall._model.jobs import page_aligned
-from nostall._storage.port import Conflict, Stat, Version, between, may_pass, reason
+from nostall._storage.port import Conflict, Stat, Version, between, is_transient, reason
 from nostall.errors import NotDurableError
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ObjectStorage:
         except OSError as error:
             # Of several attempts this is the last one's: an earlier one may have succeeded.
             if not self._has(name, b"".join(content), doubt=error):
-                is_clear = isinstance(error, Conflict) or not may_pass(error)
+                is_clear = isinstance(error, Conflict) or not is_transient(error)
                 # A put whose answer is lost may still arrive.
                 raise error if is_clear else self._unknown(name, error) from error
 

@@ -39,8 +39,8 @@ class ObstoreClient:
     """The objects of one bucket. Methods may be called from several threads at once.
 
     Errors are ``OSError``: ``FileNotFoundError`` for a key that does not exist, ``Conflict`` for
-    one with another version than expected, and an errno of ``port.may_pass`` for a store that is
-    away. The constructor takes a user's options as JSON, and raises ``OptionError`` if obstore
+    one with another version than expected, and an errno of ``port.is_transient`` for a store that
+    is away. The constructor takes a user's options as JSON, and raises ``OptionError`` if obstore
     refuses them, or does not work in this process.
     """
 

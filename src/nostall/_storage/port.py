@@ -197,7 +197,7 @@ class Storage(Files, Protocol):
 # --- what works with any storage ------------------------------------------------------------------
 
 
-_PASSING = {
+_TRANSIENT = {
     getattr(errno, name)
     for name in (
         *("EIO", "EREMOTEIO", "EAGAIN", "EBUSY", "ENOLINK", "ESTALE", "ETIMEDOUT", "ECONNABORTED"),
@@ -207,9 +207,9 @@ _PASSING = {
 """Errors of network file systems whose server is away, which are retried; no others are."""
 
 
-def may_pass(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Whether the same operation may succeed when retried."""
-    return isinstance(error, OSError) and error.errno in _PASSING
+    return isinstance(error, OSError) and error.errno in _TRANSIENT
 
 
 _DENIED = {errno.EACCES, errno.EPERM, errno.ELIBACC}
@@ -218,7 +218,7 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.ELIBACC}
 
 def leaves_open(error: Exception) -> bool:
     """Whether an error says nothing about what is stored: storage is away, or denies access."""
-    return may_pass(error) or (isinstance(error, OSError) and error.errno in _DENIED)
+    return is_transient(error) or (isinstance(error, OSError) and error.errno in _DENIED)
 
 
 def reason(error: Exception) -> str:

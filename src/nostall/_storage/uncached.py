@@ -112,21 +112,21 @@ class UncachedSource(PosixSource):
                     self._is_refused = True
                     return 0
         try:
-            beside = self._free.pop()
+            scratch = self._free.pop()
         except IndexError:
             try:
-                beside = _huge_pages()
+                scratch = _huge_pages()
             except OSError:  # no memory; the page cache needs none
                 return 0
         try:
-            return _read_pages(self._direct, offset, memories, nbytes, beside)
+            return _read_pages(self._direct, offset, memories, nbytes, scratch)
         except OSError as error:
             if error.errno not in _REFUSED:
                 raise
             self._is_refused = True
             return 0
         finally:
-            self._free.append(beside)
+            self._free.append(scratch)
 
 
 def _pieces(offset: int, nbytes: int) -> Iterator[int]:
@@ -155,18 +155,18 @@ def _address_of(memory: mmap.mmap | memoryview) -> int:
 
 
 def _read_pages(
-    fd: int, offset: int, memories: Sequence[memoryview], nbytes: int, beside: memoryview
+    fd: int, offset: int, memories: Sequence[memoryview], nbytes: int, scratch: memoryview
 ) -> int:
     """Fill pieces of memory, ``nbytes`` in all, through a descriptor with ``O_DIRECT``.
 
-    ``beside`` has as many whole pages as the range of the file touches, or more. Returns the number
-    of bytes read; fewer than requested at the end of the file, and possibly elsewhere.
+    ``scratch`` has as many whole pages as the range of the file touches, or more. Returns the
+    number of bytes read; fewer than requested at the end of the file, and possibly elsewhere.
     """
     unwanted = offset % _PAGE_NBYTES
     pages = -(-(unwanted + nbytes) // _PAGE_NBYTES)
-    read = os.preadv(fd, [beside[: pages * _PAGE_NBYTES]], offset - unwanted)
+    read = os.preadv(fd, [scratch[: pages * _PAGE_NBYTES]], offset - unwanted)
     nbytes = max(0, min(read - unwanted, nbytes))
-    at = _address_of(beside) + unwanted
+    at = _address_of(scratch) + unwanted
     for memory in between(memories, 0, nbytes):
         _libc().memcpy(_address_of(memory), at, len(memory))
         at += len(memory)

@@ -49,7 +49,7 @@ from nostall._model.jobs import (
 from nostall._model.threads import work_together
 from nostall._storage.directories import remove_unnamed
 from nostall._storage.locations import is_address, storage_at, take_storage_options
-from nostall._storage.port import Files, Upload, may_pass, require_file
+from nostall._storage.port import Files, Upload, is_transient, require_file
 from nostall._writer.seals import Cancelled, Image, Payloads, Position, plan_chunks
 from nostall._writer.streams import StreamFiles, StreamTarget
 
@@ -198,7 +198,7 @@ def write_images(
         if not failures:
             return tuple(done[image.name] for image in job.files)
         for task, failure in failures.items():
-            if attempt == job.retries or not may_pass(failure):
+            if attempt == job.retries or not is_transient(failure):
                 at.move(task.failed_in, task.path)
                 raise failure
             failed_attempts[task.name].append(f"{type(failure).__name__}: {failure}")
@@ -249,7 +249,7 @@ class _Chunks:
             if self._hopeless.is_set() or chunk.task.failure is not None:
                 return
             chunk.task.failure, chunk.task.failed_in = error, chunk.phase
-            if not may_pass(error):
+            if not is_transient(error):
                 self._hopeless.set()
         for task in self._tasks if self._hopeless.is_set() else [chunk.task]:
             task.give_up()

@@ -29,7 +29,7 @@ import psutil
 from nostall._model import checksum
 from nostall._model.jobs import Failure, RankFailed, RankReport, WriteJob
 from nostall._model.threads import is_done, spawn, uninterrupted
-from nostall._storage.deadlines import remove_in_time
+from nostall._storage.deadlines import remove_with_deadline
 from nostall._storage.posix import remove_empty_files
 from nostall._writer.messages import (
     STARTED,
@@ -345,7 +345,7 @@ class ChildProcess(Generic[T]):
 # --- the writer process ---------------------------------------------------------------------------
 
 
-class _Written(NamedTuple):
+class _Held(NamedTuple):
     """The part of a job that is kept until the writer process answers; ``created`` are paths."""
 
     lease: Lease
@@ -387,7 +387,7 @@ class WriterProcess(ChildProcess[RankReport]):
         created: list[str] = []
 
         def on_death(failure: Failure) -> RankReport:
-            remove_in_time(sorted(created))
+            remove_with_deadline(sorted(created))
             paths = [os.path.join(job.directory, image.name) for image in job.files]
             remove_empty_files(paths)  # made last, and not reported
             return RankFailed(
@@ -400,7 +400,7 @@ class WriterProcess(ChildProcess[RankReport]):
             # Nobody else submits a job in this block before it is sent: the lease is this save's.
             self._mapped.add(block.id)
             messages.insert(0, (MapBlock(block.id, block.nbytes), (block.fd,)))
-        return self._ask(job.job, on_death, messages, holds=_Written(lease, created))
+        return self._ask(job.job, on_death, messages, holds=_Held(lease, created))
 
     def unanswered(self, save: str) -> dict[str, Future[RankReport]]:
         """The unanswered jobs of a save, and their futures."""
@@ -427,7 +427,7 @@ class WriterProcess(ChildProcess[RankReport]):
                 self._on_progress(message.job, message.nbytes)
             case Created():
                 waiting = self._waiting.get(message.job)
-                if waiting is not None and isinstance(waiting.holds, _Written):
+                if waiting is not None and isinstance(waiting.holds, _Held):
                     waiting.holds.created.append(message.path)
                     self._on_created(message.job, message.path)
             case _:

@@ -32,7 +32,7 @@ from nostall._engine import default_engine
 from nostall._model.threads import is_done
 from nostall._queue.ending import together
 from nostall._ranks.group import coordination_for
-from nostall._storage.deadlines import begin, in_time
+from nostall._storage.deadlines import begin, call_with_deadline
 from nostall._storage.port import reason
 from nostall._storage.posix import sync_directory, sync_name
 from nostall.core import AsyncCallsQueue, AsyncRequest
@@ -141,11 +141,11 @@ class Saves:
             metadata_cache=self._caches[part],
         )
         if before_commit is not None:
-            writer._rank_save.beside = before_commit
+            writer._rank_save.write_extras = before_commit
         save_fn, preload_fn, args = writer.get_save_function_and_args()
-        finalize: list[Callable[[], None]] = [partial(save_state_dict_async_finalize, *planned)]
-        finalize += [together(coordination_for(None))(each) for each in after_commit]
-        request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
+        finalize_fns: list[Callable[[], None]] = [partial(save_state_dict_async_finalize, *planned)]
+        finalize_fns += [together(coordination_for(None))(each) for each in after_commit]
+        request = AsyncRequest(save_fn, args, finalize_fns, preload_fn=preload_fn)
         self._queue.schedule_async_request(request)
         self._removals.save_scheduled(path)
 
@@ -246,7 +246,7 @@ class DirectorySaves:
             last,
             part=os.path.basename(last),
             after_commit=(
-                lambda: _in_time(synced.result, path, doing="fsync", phase="fsync"),
+                lambda: _with_deadline(synced.result, path, doing="fsync", phase="fsync"),
                 publish,
             ),
         )
@@ -302,14 +302,13 @@ class DirectorySaves:
     def _make(self, change: Callable[[], list[str]], path: str) -> None:
         """Make a change of directories, and remove those that it leaves to nobody.
 
-        A late change would mix with the next one, which therefore waits for it, with the errors of
-        :func:`_in_time`.
+        The next change waits for a late one, with the errors of :func:`_with_deadline`.
         """
         doing = "changing a checkpoint's directory"
-        _in_time(partial(wait_for, self._changes), path, doing=doing, phase="commit")
+        _with_deadline(partial(wait_for, self._changes), path, doing=doing, phase="commit")
         changing = begin("nostall-storage", lambda: self._remove(change()))
         self._changes = [changing]
-        _in_time(changing.result, path, doing=doing, phase="commit")
+        _with_deadline(changing.result, path, doing=doing, phase="commit")
 
     def _remove(self, paths: Sequence[str]) -> None:
         self._removals = [removal for removal in self._removals if not is_done(removal)]
@@ -418,14 +417,16 @@ def _is_committed(part: str) -> bool:
     return True
 
 
-def _in_time(call: Callable[[], T], path: str, *, doing: str, phase: str) -> T:
+def _with_deadline(call: Callable[[], T], path: str, *, doing: str, phase: str) -> T:
     """The result of a call that waits for storage; other ranks may wait for this one.
 
     ``SaveTimeoutError`` after ``EngineOptions.save_timeout_s``; ``WriteError`` if storage refuses.
     """
     timeout_s, rank = default_engine().options.save_timeout_s, coordination_for(None).rank
     try:
-        return in_time(call, timeout_s=timeout_s, doing=doing, phase=phase, path=path, rank=rank)
+        return call_with_deadline(
+            call, timeout_s=timeout_s, doing=doing, phase=phase, path=path, rank=rank
+        )
     except NostallError:
         raise
     except OSError as error:

@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from nostall._engine import default_engine
-from nostall._storage.deadlines import in_time
+from nostall._storage.deadlines import call_with_deadline
 from nostall._storage.posix import PosixStorage
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError
@@ -180,7 +180,7 @@ class NostallModelParallelStrategy(
         state[_REST] = rest = _dumped(checkpoint)
 
         def write_meta() -> None:
-            in_time(
+            call_with_deadline(
                 lambda: PosixStorage(path).publish(_META, [rest]),
                 timeout_s=default_engine().options.save_timeout_s,
                 doing=f"writing {_META}",

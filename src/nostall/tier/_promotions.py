@@ -20,7 +20,7 @@ from nostall._model.wording import counted
 from nostall._queue.ending import end_with_a_loss, finish_all_at_exit
 from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import error_of, failure_of
-from nostall._storage.deadlines import in_time
+from nostall._storage.deadlines import call_with_deadline
 from nostall._storage.locations import is_address, local_tier_of, place_of, storage_options_of
 from nostall._writer.messages import Message
 from nostall._writer.trainer_side import ChildProcess, bare_arguments, import_paths
@@ -319,7 +319,9 @@ def on_disk(path: str, call: Callable[[], None], *, phase: str = "plan", rank: i
     """Make a call; ``SaveTimeoutError`` or ``WriteError`` if the local disk refuses."""
     timeout_s, doing = default_engine().options.save_timeout_s, "looking at local_staging_dir"
     try:
-        in_time(call, timeout_s=timeout_s, doing=doing, phase=phase, path=path, rank=rank)
+        call_with_deadline(
+            call, timeout_s=timeout_s, doing=doing, phase=phase, path=path, rank=rank
+        )
     except NostallError:
         raise
     except OSError as error:

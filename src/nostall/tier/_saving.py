@@ -94,7 +94,7 @@ class TieredSave(RankSave):
 
     @property
     def _root(self) -> Root:
-        return root_at(self._path, os.path.dirname(self.settings.belongs_at), shared=self._shared)
+        return root_at(self._path, os.path.dirname(self.settings.final_path), shared=self._shared)
 
     def make_ready(self) -> None:
         """Make the local directory, once fewer checkpoints wait than allowed. Coordinator only.
@@ -119,7 +119,7 @@ class TieredSave(RankSave):
         timeout_s = default_engine().options.save_timeout_s
         self._await_room(root, timeout_s)
         if not settings.options.overwrite:
-            place = settings.belongs_at
+            place = settings.final_path
             if may_hold(place, [METADATA_NAME], rank=rank, timeout_s=timeout_s):
                 raise must_stay(place, rank)
         on_disk(self._path, lambda: self._set_old_aside(root, timeout_s), rank=rank)
