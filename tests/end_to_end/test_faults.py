@@ -186,7 +186,7 @@ def test_an_async_save_whose_process_group_is_destroyed_fails(found: list[Report
             report = reports[title]
             (failure,) = report["failures"].values()
             assert (failure["kind"], failure["rank"]) == ("RankLostError", rank)
-            assert "group of 2 ranks" in failure["message"]
+            assert "the process group of this save (2 ranks)" in failure["message"]
             assert "before destroy_process_group()" in report["text"]
             assert report["committed"] is (title == "blocking")
         assert reports["previous loads"] is True
