@@ -375,9 +375,7 @@ class Restoration:
                 hint="restore it on as many ranks as saved it, or leave it out",
             )
         if is_of_more and self._rank == 0:
-            what = (
-                "%r was saved by more ranks than restore it; the others' is not restored: path=%s"
-            )
+            what = "%r was saved by more ranks; the others' state is not restored: path=%s"
             _log.warning(what, key, self._path)
 
     def _target(
