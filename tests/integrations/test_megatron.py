@@ -37,7 +37,7 @@ Facts = dict[str, Any]
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
     """The findings of ``megatron_saves.two_ranks`` on each rank."""
     out = tmp_path_factory.mktemp("megatron")
-    return run_ranks(2, "megatron_saves:two_ranks", out, request.param, timeout_s=300)
+    return run_ranks(2, "megatron_saves:two_ranks", out, request.param)
 
 
 @needs_megatron

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from nostall._model.threads import _deferral
@@ -66,7 +67,7 @@ def interrupt_the_wait(times: int) -> threading.Thread:
     """
 
     def has_come(number: int) -> bool:
-        return _deferral.asked == number
+        return _deferral.asked == number and _main_is_asleep()
 
     def interrupt() -> None:
         wait_until(lambda: _deferral.is_interruptible and _deferral.patience == times)
@@ -77,3 +78,12 @@ def interrupt_the_wait(times: int) -> threading.Thread:
     thread = threading.Thread(target=interrupt)
     thread.start()
     return thread
+
+
+def _main_is_asleep() -> bool:
+    """Whether the main thread is in a system call that waits, and not for the interpreter's lock.
+
+    A signal just before that call would be handled only after the wait. While the state is read,
+    the interpreter's lock is free.
+    """
+    return Path("/proc/self/stat").read_text().rpartition(")")[2].split()[0] == "S"

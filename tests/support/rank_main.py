@@ -19,12 +19,14 @@ from support.ending import end
 
 NOT_MET = "a rank has not met the others"
 """Printed if no rank's program has begun."""
+HANGS_AFTER_S = 250.0
+"""The stacks of a program that takes longer are printed, and it ends."""
 WHOLE_END = "RANKS_HAVE_A_WHOLE_END"
 """In the environment: the program is about the end of the interpreter."""
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(90, exit=True)
+    faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
     # Before there is a group: torch.distributed.checkpoint imports modules that bind the default
     # group as it is then as arguments of theirs. Such a group outlives destroy_process_group() with
     # its threads, and one of those that frees a tensor's Python object while the interpreter is
@@ -44,7 +46,7 @@ def main() -> None:
             store = dist.PrefixStore(f"program {number}", first)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
             dist.barrier()  # a rank that destroys it fails others that are still connecting
-            faulthandler.dump_traceback_later(90, exit=True)
+            faulthandler.dump_traceback_later(HANGS_AFTER_S, exit=True)
         Path(out).mkdir(parents=True, exist_ok=True)
         result = run(Path(out), *args)
         (Path(out) / f"result-{rank}.json").write_text(json.dumps(result))
