@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.columns import RankOutcome, RankResults, ResultsReference, StorageData
+from nostall._commit.columns import RankOutcome, RankResults, ResultsReference
 from nostall._commit.commit import (
     collect,
     require_all_present,
@@ -257,8 +257,6 @@ def commit_results(
         if plan is not None:
             plan.is_committed |= is_committed
             plan.has_failed = not is_committed
-    if plan is None and isinstance(places := metadata.storage_data, StorageData):
-        metadata.storage_data = places.in_full
     if plan is None or len(results) == 1 or settings.is_elsewhere:
         return
     described = metadata.storage_meta
