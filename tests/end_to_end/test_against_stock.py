@@ -60,7 +60,7 @@ def broken_promises(after: Aftermath, *, before: str) -> set[str]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The aftermath of every fault, by writer and fault."""
     out = tmp_path_factory.mktemp("against stock")
-    done = run_script("programs/against_stock.py", str(out), cwd=out)
+    done = run_script("programs/against_stock.py", str(out), cwd=out, timeout_s=100)
     assert done.returncode == 0, done.stderr
     results: Found = json.loads(done.stdout)
     return results

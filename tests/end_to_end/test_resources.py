@@ -41,7 +41,7 @@ DEADLINE_S = 60.0
 
 def test_five_thousand_tensors_need_few_descriptors(tmp_path: Path) -> None:
     """With a limit of 64 open files 5,000 tensors, changed afterwards, are saved and load right."""
-    done = run_script("programs/resources.py", str(tmp_path), cwd=tmp_path)
+    done = run_script("programs/resources.py", str(tmp_path), cwd=tmp_path, timeout_s=DEADLINE_S)
     assert done.returncode == 0, done.stderr
     assert len(read_metadata(tmp_path / "checkpoint").storage_data) == 5000
 

@@ -62,7 +62,7 @@ def test_steps_are_saved_kept_and_restored(s3: S3Server, root: str) -> None:
 def test_what_an_interrupted_save_left_is_removed(s3: S3Server, root: str, tmp_path: Path) -> None:
     """Objects of a job that was killed, by the next one's first save."""
     done = run_script(
-        "programs/save_once.py", f"{root}/step-000000007", "1", "report", cwd=tmp_path
+        "programs/save_once.py", f"{root}/step-000000007", "1", "report", cwd=tmp_path, timeout_s=60
     )
     assert done.returncode == -signal.SIGKILL
     bucket = root.split("/")[2]

@@ -198,6 +198,6 @@ def test_a_save_on_rank_0_alone_says_where_to_call_it(tmp_path: Path) -> None:
 
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     """Some kills of trainers and writers; ``nox -s soak_manager`` makes a thousand."""
-    done = run_script("stress/manager_soak.py", "--kills", "3", cwd=tmp_path)
+    done = run_script("stress/manager_soak.py", "--kills", "3", cwd=tmp_path, timeout_s=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert '"violations": 0' in done.stdout

@@ -31,7 +31,7 @@ from support.waiting import wait_until
 
 _PLACES = 80
 """So many of all the places, evenly spread, in each run."""
-_LONGEST_S = 250
+_LONGEST_S = 80
 """After that the stacks of all threads are printed: a save hangs."""
 
 

@@ -24,7 +24,7 @@ from support.waiting import wait_until
 def run(function: str, out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A trainer that ends; nothing that it has started may be left."""
     program = ("programs/endings.py", function, str(out), *arguments)
-    done = run_script(*program, cwd=out, STARTED_FOR=str(out))
+    done = run_script(*program, cwd=out, timeout_s=90, STARTED_FOR=str(out))
     wait_until(lambda: not any(was_started_for(out, each) for each in psutil.process_iter()))
     return done
 
@@ -249,7 +249,7 @@ def test_a_rank_ends_though_another_one_never_answers(tmp_path: Path) -> None:
     """With its error, so that the launcher ends the one that hangs."""
     program = "endings:one_raises_after_a_poll_while_the_other_hangs"
     with pytest.raises(RanksFailed, match="ValueError: the error in the loop") as failed:
-        run_ranks(2, program, tmp_path, whole_end=True)
+        run_ranks(2, program, tmp_path, timeout_s=60, whole_end=True)
     assert "were not done after" not in str(failed.value)
     assert not nostall.is_complete(tmp_path / "save")
 
@@ -263,7 +263,7 @@ def test_sigterm_on_one_rank_lets_all_finish_within_two_polls(found: list[Any]) 
 
 def test_a_short_soak_finds_nothing(tmp_path: Path) -> None:
     """Some kills of trainers and writers at random moments; ``nox -s soak`` makes a thousand."""
-    done = run_script("stress/soak.py", "--kills", "8", cwd=tmp_path)
+    done = run_script("stress/soak.py", "--kills", "8", cwd=tmp_path, timeout_s=110)
     assert done.returncode == 0, done.stdout + done.stderr
     counted = json.loads(done.stdout.splitlines()[-1])  # older Gloo says there that it is connected
     assert counted["kills"] == 8

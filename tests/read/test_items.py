@@ -599,7 +599,7 @@ def test_a_thread_whose_start_was_interrupted_ends(
 
 def test_ctrl_c_before_the_end_is_begun_does_not_keep_the_process(tmp_path: Path) -> None:
     """No line of Python can close this gap; so the interpreter's exit does not wait for threads."""
-    done = run_script("programs/interrupted_workers.py", cwd=tmp_path)
+    done = run_script("programs/interrupted_workers.py", cwd=tmp_path, timeout_s=SOON_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "interrupted\n"
 

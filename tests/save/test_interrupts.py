@@ -150,6 +150,6 @@ def test_a_save_after_an_interrupted_one_is_committed(
     """Wherever the main thread was, and at every second place if Ctrl-C was pressed twice."""
     # The offset of the places is another in each order of the tests, and the same in the same one.
     arguments = kind, happens, str(tmp_path / "save"), str(random.random())
-    done = run_script("programs/interrupted_saves.py", *arguments, cwd=tmp_path)
+    done = run_script("programs/interrupted_saves.py", *arguments, cwd=tmp_path, timeout_s=90)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0

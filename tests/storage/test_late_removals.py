@@ -95,7 +95,7 @@ def test_whole_files_of_a_job_that_was_killed_stay_while_they_are_young(
     for seed in before:
         save_once.save(place, seed)
     there = names_at(place)
-    killed = run_script("programs/save_once.py", place, "2", "report", cwd=tmp_path)
+    killed = run_script("programs/save_once.py", place, "2", "report", cwd=tmp_path, timeout_s=60)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     left = names_at(place) - there
     assert left

@@ -347,7 +347,7 @@ if not child:
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """
     (tmp_path / "fork.py").write_text(code)
-    done = run_script(str(tmp_path / "fork.py"), f"s3://{bucket}/run", cwd=tmp_path)
+    done = run_script(str(tmp_path / "fork.py"), f"s3://{bucket}/run", cwd=tmp_path, timeout_s=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -604,7 +604,7 @@ def test_of_two_saves_at_once_one_fails(url: str, tmp_path: Path) -> None:
     with Hold("publish") as hold, inject(hold.fault):
         future = save_in_background(url, 2)
         hold.wait_reached()
-        done = run_script("programs/save_once.py", url, "3", cwd=tmp_path)
+        done = run_script("programs/save_once.py", url, "3", cwd=tmp_path, timeout_s=60)
         assert done.returncode == 0, done.stderr
         hold.release()
         with pytest.raises(CheckpointException, match="another process has published") as caught:
@@ -624,7 +624,7 @@ def test_of_two_first_saves_to_a_store_that_ignores_conditions_the_later_stays_w
     with Hold("publish") as hold, inject(hold.fault):
         future = save_in_background(url, 1)
         hold.wait_reached()
-        done = run_script("programs/save_once.py", url, "2", cwd=tmp_path)
+        done = run_script("programs/save_once.py", url, "2", cwd=tmp_path, timeout_s=60)
         assert done.returncode == 0, done.stderr
         assert is_loaded(url, 2)
         hold.release()
@@ -653,7 +653,7 @@ else:
 """
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     (tmp_path / "look.py").write_text(code)
-    done = run_script(str(tmp_path / "look.py"), cwd=tmp_path)
+    done = run_script(str(tmp_path / "look.py"), cwd=tmp_path, timeout_s=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -677,7 +677,7 @@ else:
     (tmp_path / "save.py").write_text(code)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        done = run_script(str(tmp_path / "save.py"), cwd=tmp_path)
+        done = run_script(str(tmp_path / "save.py"), cwd=tmp_path, timeout_s=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -695,7 +695,7 @@ def test_uploads_of_a_job_that_was_killed_stay_and_hinder_nothing(
     s3: S3Server, url: str, tmp_path: Path
 ) -> None:
     """They are in no list of objects; a rule of the bucket has to remove them."""
-    done = run_script("programs/save_once.py", url, "1", "chunk", cwd=tmp_path)
+    done = run_script("programs/save_once.py", url, "1", "chunk", cwd=tmp_path, timeout_s=60)
     assert done.returncode == -signal.SIGKILL
     bucket = url.split("/")[2]
     assert nostall.latest_complete(f"s3://{bucket}/run") is None

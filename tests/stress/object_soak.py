@@ -171,7 +171,7 @@ def save_once_more(root: Path, place: str) -> None:
     """A job that begins after all others ended saves once."""
     newest_s = apart(newest_at, place)
     wait_until(lambda: time.time() > newest_s + ROUNDED_S)
-    done = run_script("programs/save_once.py", place, "1", cwd=root)
+    done = run_script("programs/save_once.py", place, "1", cwd=root, timeout_s=PATIENCE_S)
     if done.returncode:
         raise Violation(f"the last save: {done.stderr}")
 

@@ -17,7 +17,7 @@ from support.ranks import run_script
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The kinds that the fuzzer reports for each planted bug, at first and in a replay."""
     out = tmp_path_factory.mktemp("planted")
-    ended = run_script("stress/fuzz_planted.py", cwd=out)
+    ended = run_script("stress/fuzz_planted.py", cwd=out, timeout_s=280)
     assert ended.returncode == 0, ended.stderr
     reported: dict[str, list[str]] = json.loads(ended.stdout.splitlines()[-1])
     return reported
@@ -41,7 +41,7 @@ def test_a_broken_reader_is_found_and_can_be_replayed(
 def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
     """All targets, some inputs of each accepted and some refused; a session has the long run."""
     arguments = ("--inputs", "4000", "--seed", "7", "--findings", "findings")
-    ended = run_script("stress/fuzz.py", *arguments, cwd=tmp_path)
+    ended = run_script("stress/fuzz.py", *arguments, cwd=tmp_path, timeout_s=280)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for target in SHARES:
         assert re.search(rf"^{target}: \d+ inputs .* 0 findings", ended.stdout, re.MULTILINE)

@@ -28,7 +28,7 @@ def test_a_failed_save_raises_on_every_rank_harms_nothing_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     """On two ranks, for every pair of fault, place, rank, kind of save and what it replaces."""
-    done = run_script("stress/matrix.py", "--covering", cwd=tmp_path)
+    done = run_script("stress/matrix.py", "--covering", cwd=tmp_path, timeout_s=280)
     assert done.returncode == 0, done.stdout + done.stderr
     counted = json.loads(done.stdout.splitlines()[-1])  # older Gloo says there that it is connected
     assert counted["cells"] == len(covering(all_cells(), seed=1))

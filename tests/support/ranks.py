@@ -21,14 +21,14 @@ from support.rank_main import NOT_MET, WHOLE_END
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT_S = 300.0
-"""Only a program that hangs takes so long, also under coverage on a slow and busy machine."""
+"""Ranks that hang take so long, and no others: also not under coverage on a slow machine."""
 _RANKS_SEE = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": ""}
 """Ranks are on the CPU, also where there is an accelerator: there may be fewer than ranks."""
 
 
 def run_script(
-    name: str, *args: str, cwd: Path, **environment: str
+    name: str, *args: str, cwd: Path, timeout_s: float, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script below ``tests`` in a process of its own; its status and output."""
     return subprocess.run(
@@ -37,7 +37,7 @@ def run_script(
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
     )
 
