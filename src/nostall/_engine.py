@@ -95,11 +95,11 @@ class Engine:
             _keep(self._layouts, key, layout)
         return with_naming(layout, naming)
 
-    def lease(self, nbytes: int, *, beyond_limit: bool = False) -> Lease:
+    def lease(self, nbytes: int, **options: bool) -> Lease:
         """Snapshot memory; see :meth:`nostall._memory.arena.Arena.lease`."""
         timeout_s = self.options.save_timeout_s
         self._await_reservation(self._reserving, timeout_s)
-        lease = self.arena.lease(nbytes, timeout_s=timeout_s, beyond_limit=beyond_limit)
+        lease = self.arena.lease(nbytes, timeout_s=timeout_s, **options)
         # Not when the block is made: a warmed-up block may be older than the CUDA context.
         with self._lock:
             self._pinning.pin(lease.block)

@@ -142,6 +142,24 @@ def test_memory_does_not_grow_with_the_number_of_saves(arena: Arena) -> None:
     assert open_descriptors() == descriptors
 
 
+def test_a_buffer_leaves_the_block_that_is_prepared_for_a_snapshot(arena: Arena) -> None:
+    """Unless there is no room for another block; the next buffer needs no further memory."""
+    first = lease(arena, 4 * UNIT)
+    first.block.prepared_views = ("key", "views")
+    prepared = first.block
+    first.release()
+    buffer = arena.lease(2 * UNIT, timeout_s=SOON, as_buffer=True)
+    assert buffer.block is not prepared
+    buffer.release()
+    assert arena.lease(2 * UNIT, timeout_s=SOON, as_buffer=True).block is buffer.block
+    assert arena.reserved_nbytes == 6 * UNIT
+    snapshot = lease(arena, 4 * UNIT)
+    assert snapshot.block is prepared
+    assert prepared.prepared_views == ("key", "views")
+    buffer.block.prepared_views = ("another", "views")
+    assert arena.lease(2 * UNIT, timeout_s=SOON, as_buffer=True).block is buffer.block
+
+
 # --- waiting --------------------------------------------------------------------------------------
 
 

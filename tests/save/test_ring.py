@@ -17,7 +17,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import nostall
 from nostall._engine import default_engine
+from nostall._memory import snapshot
 from nostall._memory.arena import Block
+from nostall._model.values import Layout
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -130,9 +132,23 @@ def test_a_failure_leaves_no_file_and_no_memory_in_use(tmp_path: Path, point: st
     assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", state)
 
 
-def test_snapshots_after_a_ring_are_right(tmp_path: Path) -> None:
-    """Both use the same memory, in which a snapshot expects what surrounds the payloads."""
-    nostall.configure(EngineOptions(chunk_nbytes=PAGE, io_threads=2, max_in_flight=1))
+@pytest.mark.parametrize(("blocks", "preparations"), [(1, 3), (2, 1)])
+def test_snapshots_after_a_ring_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, preparations: int
+) -> None:
+    """One block serves both, though a snapshot expects in it what surrounds the payloads.
+
+    With room for another one, the ring leaves the block as it was prepared.
+    """
+    prepared: list[object] = []
+
+    def lay_down_containers(layout: Layout, block: Block) -> None:
+        prepared.append(block)
+        original(layout, block)
+
+    original = snapshot._lay_down_containers
+    monkeypatch.setattr(snapshot, "_lay_down_containers", lay_down_containers)
+    nostall.configure(EngineOptions(chunk_nbytes=PAGE, io_threads=2, max_in_flight=blocks))
     with AsyncCallsQueue() as queue:
         for number in range(3):
             state = {f"t{n}": torch.randn(20_000) for n in range(5)}
@@ -142,6 +158,7 @@ def test_snapshots_after_a_ring_are_right(tmp_path: Path) -> None:
             expected = blobs_by_stock(tmp_path / f"stock {number}", state)
             assert blobs(tmp_path / f"async {number}") == expected
             assert blobs(tmp_path / f"sync {number}") == expected
+    assert len(prepared) == preparations
 
 
 # --- in waves -------------------------------------------------------------------------------------

@@ -202,11 +202,15 @@ class Arena:
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._lock = threading.RLock()
 
-    def lease(self, nbytes: int, *, timeout_s: float, beyond_limit: bool = False) -> Lease:
+    def lease(
+        self, nbytes: int, *, timeout_s: float, beyond_limit: bool = False, as_buffer: bool = False
+    ) -> Lease:
         """A lease on a block of at least ``nbytes`` bytes; waits for an earlier save to return one.
 
         A caller that already holds a lease must not wait for another one: it passes
-        ``beyond_limit``, and blocks in excess of the limit are freed when they are returned.
+        ``beyond_limit``, and blocks in excess of the limit are freed when they are returned. One
+        that takes no snapshot passes ``as_buffer``: while there is room for another block, it gets
+        none that is prepared for the next snapshot.
         Labelled leases belong to staged copies that are not being written yet. They are waited for
         only a moment: the exception of a failed save keeps its lease alive for as long as the
         exception is kept.
@@ -221,14 +225,16 @@ class Arena:
         try:
             while True:
                 with self._lock:
-                    block = self._take_free(nbytes)
+                    out = len(self._leased) + len(self._makers)
+                    has_room = out + len(self._free) < self._max_blocks
+                    block = self._take_free(nbytes, unprepared=as_buffer and has_room)
                     if block is not None:
                         self._leased.append(block)
                         return Lease(block, self)
-                    out = len(self._leased) + len(self._makers)
                     if beyond_limit or out < self._max_blocks:
-                        # No free block is large enough; the new, larger block replaces them all.
-                        too_small, self._free = self._free, []
+                        # The new, larger block replaces those that are too small.
+                        too_small = [block for block in self._free if block.nbytes < nbytes]
+                        self._free = [block for block in self._free if block.nbytes >= nbytes]
                         self._makers.add(maker)
                         break
                     are_staged = not any(
@@ -257,14 +263,18 @@ class Arena:
                 self._makers.discard(maker)  # after an error or an interrupt
             self._drop(too_small)  # after an interrupt
 
-    def _take_free(self, nbytes: int) -> Block | None:
+    def _take_free(self, nbytes: int, *, unprepared: bool) -> Block | None:
         if self._max_blocks == 0:
             raise SaveAbortedError(
                 "the engine that this save belongs to was closed",
                 phase="stage",
                 hint="make a new writer; call configure() and reset() only while no save runs",
             )
-        fitting = [block for block in self._free if block.nbytes >= nbytes]
+        fitting = [
+            block
+            for block in self._free
+            if block.nbytes >= nbytes and not (unprepared and block.prepared_views)
+        ]
         if not fitting:
             return None
         block = min(fitting, key=lambda candidate: candidate.nbytes)

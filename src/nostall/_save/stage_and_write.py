@@ -150,10 +150,10 @@ def _require_going(
             raise error_of(report, job=prepared.target.job)
 
 
-def lease_for(prepared: PreparedSave, engine: Engine, nbytes: int, *, beyond_limit: bool) -> Lease:
+def lease_for(prepared: PreparedSave, engine: Engine, nbytes: int, **options: bool) -> Lease:
     """Memory of the engine for a snapshot; errors name the save."""
     try:
-        return engine.lease(nbytes, beyond_limit=beyond_limit)
+        return engine.lease(nbytes, **options)
     except NostallError as error:
         error.rank, error.job = prepared.target.settings.rank, prepared.target.job
         raise

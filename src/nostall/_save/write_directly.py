@@ -49,7 +49,8 @@ def write_directly(prepared: PreparedSave, engine: Engine) -> RankReport:
     ):
         snapshot = stage(prepared, engine, beyond_limit=beyond_limit)
         return write_here(snapshot, prepared.target, engine)
-    lease = lease_for(prepared, engine, threads * buffer_nbytes, beyond_limit=beyond_limit)
+    nbytes = threads * buffer_nbytes
+    lease = lease_for(prepared, engine, nbytes, beyond_limit=beyond_limit, as_buffer=True)
     target, lease = prepared.target, engine.arena.adopt(lease)
 
     def write(cancelled: threading.Event) -> RankReport:
