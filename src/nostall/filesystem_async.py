@@ -16,6 +16,7 @@ import os
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ from nostall._queue.ending import report_loss
 from nostall._queue.sigterm import preemption
 from nostall._ranks.group import SingleProcess, coordination_for
 from nostall._save.decide import commit_results
-from nostall._save.prepared import OwnOptions, ReplacingPrefix, settings_of
+from nostall._save.prepared import ReplacingPrefix, WriterSettings, settings_of
 from nostall._save.rank_save import RankSave, Staging
 from nostall._save.written import WrittenItems, write_results
 from nostall._storage.locations import is_address, is_place, local_tier_of, place_of
@@ -123,7 +124,8 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     can_run_decentralized_global_plan = True
     """Each rank may make its final plan alone."""
-    _own: OwnOptions
+    _settings_of: partial[WriterSettings]
+    """Returns the settings of a writer with these options."""
     _tier: tuple[str, Any, Any] | None
     """``local_staging_dir``, ``local_staging_limit`` and ``local_staging_shared``."""
     _rank_save: RankSave
@@ -182,7 +184,8 @@ class FileSystemWriterAsync(FileSystemWriter):
                 root = local_tier_of(local_staging_dir)
                 self._tier = root, local_staging_limit, local_staging_shared
             super().__init__(path, *args, **kwargs)
-            self._own = OwnOptions(
+            self._settings_of = partial(
+                settings_of,
                 staging=staging,
                 separation_hint=separation_hint,
                 open_file=open_file,
@@ -193,13 +196,13 @@ class FileSystemWriterAsync(FileSystemWriter):
         """Begin a save. A wrong combination of options is an error here, not when it runs."""
         self.path = place if is_address(place) else Path(place)
         if self._tier is None:
-            self._rank_save = RankSave(settings_of(self, self._own), staging)
+            self._rank_save = RankSave(self._settings_of(self), staging)
             return
         from nostall.tier._saving import TieredSave, local_directory  # other jobs do not need it
 
         root, limit, shared = self._tier
-        self._own = replace(self._own, directory=local_directory(root, place))
-        self._rank_save = TieredSave(settings_of(self, self._own), staging, limit, shared)
+        self._settings_of = partial(self._settings_of, directory=local_directory(root, place))
+        self._rank_save = TieredSave(self._settings_of(self), staging, limit, shared)
 
     # --- DCP's storage writer -------------------------------------------------------------------
 
@@ -220,7 +223,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self.rank is None:
             self.rank = coordination_for(None).rank
         self._is_coordinator = is_coordinator or not self.use_collectives
-        self._rank_save.settings = settings_of(self, self._own)
+        self._rank_save.settings = self._settings_of(self)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On the coordinator: make the directory and check for an existing checkpoint.
@@ -230,8 +233,8 @@ class FileSystemWriterAsync(FileSystemWriter):
             CheckpointExistsError: A checkpoint exists, and ``overwrite=False``.
             WriteError: The directory cannot be made.
         """
-        settings = settings_of(self, self._own)
-        require_representable(plan, settings.options.file_format, rank=self.rank or 0)
+        settings = self._settings_of(self)
+        require_representable(plan, settings.file_format, rank=self.rank or 0)
         if self._is_coordinator:
             with report_loss(str(self.path)):
                 self._rank_save.settings = settings
@@ -267,7 +270,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             SaveError: The save failed; the subclass says how.
         """
-        self._rank_save.settings = settings_of(self, self._own)
+        self._rank_save.settings = self._settings_of(self)
         with preemption.deferred(then_end=False), report_loss(str(self.path)):
             results = self._rank_save.write_now(plan, planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
@@ -313,7 +316,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             SaveTimeoutError: Earlier saves still hold all snapshot memory.
             ReservationError: There is not enough host memory.
         """
-        self._rank_save.settings = settings_of(self, self._own)
+        self._rank_save.settings = self._settings_of(self)
         call = _torch.arguments_of_async_save()
         alone = call.get("no_dist", False)
         ranks = SingleProcess() if alone else coordination_for(call.get("process_group"))
@@ -347,7 +350,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         Raises:
             StagingError: An item could not be resolved.
         """
-        self._rank_save.settings = settings_of(self, self._own)
+        self._rank_save.settings = self._settings_of(self)
         self._rank_save.prepare(plan, planner)
 
     def get_save_function_and_args(self) -> tuple[Any, Any, list[Any]]:

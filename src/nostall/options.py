@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal, TypeAlias, TypeGuard, get_args
+from typing import Literal, TypeAlias, TypeGuard
 
 from nostall._model.jobs import MOST_IO_THREADS
-from nostall._model.names import FileFormat
 from nostall.errors import OptionError
 
-__all__ = ["EngineOptions", "StagingMode", "WriterOptions", "dequantized_on_save"]
+__all__ = ["EngineOptions", "StagingMode", "dequantized_on_save"]
 
 dequantized_on_save: set[str] = {"transformer_engine"}
 """Tensor classes that are saved as the result of their ``dequantize()``: ``module.Class``, or the
@@ -70,12 +68,12 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 object.__setattr__(self, name, require_integer(name, value, at_least=least))
-        _require(
+        require(
             self.io_threads is None or self.io_threads <= MOST_IO_THREADS,
             f"io_threads={self.io_threads}",
             f"at most {MOST_IO_THREADS}",
         )
-        _require(
+        require(
             _is_integer(self.chunk_nbytes)
             and self.chunk_nbytes > 0
             and self.chunk_nbytes % 4096 == 0,
@@ -88,10 +86,10 @@ class EngineOptions:
         for name, classes, wanted in _PRIORITIES:
             value = getattr(self, name)
             possible = value is None or (_is_integer(value) and value in classes)
-            _require(possible, f"{name}={value!r}", wanted)
+            require(possible, f"{name}={value!r}", wanted)
         for name in ("save_timeout_s", "exit_timeout_s"):
             seconds = getattr(self, name)
-            _require(
+            require(
                 _is_number(seconds) and 0 < seconds <= threading.TIMEOUT_MAX,
                 f"{name}={seconds!r}",
                 "a positive number of seconds, at most threading.TIMEOUT_MAX",
@@ -121,39 +119,6 @@ _PRIORITIES = (
 
 StagingMode: TypeAlias = Literal["blocking", "overlapped"]
 """When a save call returns; see :class:`nostall.FileSystemWriterAsync`."""
-_STAGING: tuple[StagingMode, ...] = get_args(StagingMode)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriterOptions:
-    """The options of one ``FileSystemWriterAsync``, translated from its keyword arguments."""
-
-    thread_count: int
-    file_per_item: bool
-    sync_files: bool
-    overwrite: bool
-    separation_hint: str | None
-    staging: StagingMode = "blocking"
-    file_format: FileFormat = FileFormat.TORCH_SAVE
-
-    def __post_init__(self) -> None:
-        thread_count = require_integer("thread_count", self.thread_count, at_least=1)
-        object.__setattr__(self, "thread_count", thread_count)
-        for name in ("sync_files", "overwrite"):
-            object.__setattr__(self, name, require_switch(name, getattr(self, name)))
-        _require(self.staging in _STAGING, f"staging={self.staging!r}", " or ".join(_STAGING))
-        hint: object = self.separation_hint
-        if hint is not None:
-            _require(
-                self.thread_count >= 2,
-                f"separation_hint={hint!r} with thread_count={self.thread_count}",
-                "thread_count >= 2: each group gets half of the files",
-            )
-            _require(
-                isinstance(hint, str) and hint and os.sep not in hint and not hint.startswith("."),
-                f"separation_hint={hint!r}",
-                "a prefix without a path separator or a leading dot",
-            )
 
 
 def is_possible_wait(seconds: object) -> bool:
@@ -195,7 +160,8 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _require(condition: object, given: str, wanted: str) -> None:
+def require(condition: object, given: str, wanted: str) -> None:
+    """Raise ``OptionError``, which names what is ``given`` and what to use, unless it is right."""
     if not condition:
         raise _refusal(given, wanted)
 

@@ -129,7 +129,7 @@ class OutOfSight(FileSystemWriterAsync):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write them, and move them away."""
         results = super().write_data(plan, planner)
-        directory = Path(self._own.directory or "")
+        directory = Path(self._rank_save.settings.directory)
         for each in directory.glob("__1_*"):
             each.unlink()
         return results

@@ -201,9 +201,9 @@ class SavePlanner(DefaultSavePlanner):
         """
         for known in self._recognised.values():
             save = known.plan.save
-            if save.naming.file_format is target.settings.options.file_format:
+            if save.naming.file_format is target.settings.file_format:
                 return prepare_known(save, known.sources, target=target, engine=engine)
-            file_format = target.settings.options.file_format
+            file_format = target.settings.file_format
             require_representable(plan, file_format, rank=target.settings.rank)
         prepared = prepare(plan, self, target=target, engine=engine)
         return prepared if self._plans is None else self._remembered(prepared, engine)

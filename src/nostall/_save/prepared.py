@@ -16,11 +16,12 @@ writes is the same.
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -44,7 +45,7 @@ from nostall._storage.directories import Visit
 from nostall._storage.locations import is_address, storage_at
 from nostall._writer.streams import StreamTarget
 from nostall.errors import OptionError
-from nostall.options import StagingMode, WriterOptions, require_switch
+from nostall.options import StagingMode, require, require_integer, require_switch
 from nostall.stats import Timeline
 
 _log = logging.getLogger("nostall")
@@ -59,17 +60,6 @@ _FORMATS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnOptions:
-    """The options of ``FileSystemWriterAsync`` that stock's writer does not have."""
-
-    staging: StagingMode
-    separation_hint: str | None
-    open_file: Callable[..., Any]
-    directory: str | None = None
-    """The checkpoint is committed in it instead of the writer's path."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class WriterSettings:
     """Where and how one writer saves."""
 
@@ -78,7 +68,13 @@ class WriterSettings:
     rank: int
     is_alone: bool
     """Whether this rank's checkpoint has metadata of its own."""
-    options: WriterOptions
+    thread_count: int
+    file_per_item: bool
+    sync_files: bool
+    overwrite: bool
+    separation_hint: str | None
+    staging: StagingMode
+    file_format: FileFormat
     stream: StreamTarget | None
     transform_descriptors: tuple[str, ...] | None
     """Tells DCP's reader how to undo stream transforms; ``None`` without any."""
@@ -92,6 +88,27 @@ class WriterSettings:
     has_unique_names: bool
     """Whether file names are unique, so that an existing checkpoint does not matter to them."""
 
+    def __post_init__(self) -> None:
+        # Values are kept in Python's own types.
+        thread_count = require_integer("thread_count", self.thread_count, at_least=1)
+        object.__setattr__(self, "thread_count", thread_count)
+        for name in ("sync_files", "overwrite"):
+            object.__setattr__(self, name, require_switch(name, getattr(self, name)))
+        modes = get_args(StagingMode)
+        require(self.staging in modes, f"staging={self.staging!r}", " or ".join(modes))
+        hint: object = self.separation_hint
+        if hint is not None:
+            require(
+                self.thread_count >= 2,
+                f"separation_hint={hint!r} with thread_count={self.thread_count}",
+                "thread_count >= 2: each group gets half of the files",
+            )
+            require(
+                isinstance(hint, str) and hint and os.sep not in hint and not hint.startswith("."),
+                f"separation_hint={hint!r}",
+                "a prefix without a path separator or a leading dot",
+            )
+
     def may_replace(self, engine: Engine) -> bool:
         """Whether the directory may contain a checkpoint; ``SaveTimeoutError`` if storage hangs."""
         return may_hold(
@@ -101,11 +118,20 @@ class WriterSettings:
             timeout_s=engine.options.save_timeout_s,
         )
 
+    def naming(self, prefix: str = "", suffix: str = "") -> FileNaming:
+        """The names of a rank's files."""
+        return FileNaming(
+            prefix=prefix,
+            suffix=suffix,
+            separation_hint=self.separation_hint,
+            file_format=self.file_format,
+        )
+
     def packing(self, engine: Engine) -> Packing:
         """The number and size of a rank's files."""
         return Packing(
-            file_count=self.options.thread_count,
-            file_per_item=self.options.file_per_item,
+            file_count=self.thread_count,
+            file_per_item=self.file_per_item,
             max_file_nbytes=engine.options.max_wave_nbytes,
         )
 
@@ -132,14 +158,23 @@ class SaveTarget:
     """Faults that a test injects into this save."""
 
 
-def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
+def settings_of(
+    writer: FileSystemWriter,
+    *,
+    staging: StagingMode,
+    separation_hint: str | None,
+    open_file: Callable[..., Any],
+    directory: str | None = None,
+) -> WriterSettings:
     """The settings of a writer, by its attributes at this moment, as subclasses may change them.
 
-    ``OptionError`` if two options exclude each other, or an option has an impossible value.
+    The other arguments are options that stock's writer does not have; with a ``directory``, the
+    checkpoint is committed in it instead of the writer's path. ``OptionError`` if two options
+    exclude each other, or an option has an impossible value.
     """
-    if not callable(own.open_file):
+    if not callable(open_file):
         raise OptionError(
-            f"open_file={own.open_file!r} is not callable",
+            f"open_file={open_file!r} is not callable",
             hint="use a callable with the signature of open",
         )
     wanted = getattr(writer, "serialization_format", SerializationFormat.TORCH_SAVE)
@@ -150,14 +185,14 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
         )
     file_format = _FORMATS[wanted]
     transforms = tuple(writer.transforms.extensions)
-    has_stream = own.open_file is not open or transforms
+    has_stream = open_file is not open or transforms
     if has_stream and is_address(writer.path):
         raise OptionError(
             "open_file and stream extensions need a file system",
             path=str(writer.path),
             hint="leave them out, or save to a directory",
         )
-    if has_stream and own.directory is not None:
+    if has_stream and directory is not None:
         raise OptionError(
             "open_file and stream extensions do not support local_staging_dir",
             path=str(writer.path),
@@ -172,24 +207,22 @@ def settings_of(writer: FileSystemWriter, own: OwnOptions) -> WriterSettings:
     rank, together = writer.rank or 0, _torch.METADATA_NAME
     alone = f"__{rank}{together}"
     return WriterSettings(
-        directory=own.directory or str(writer.path),
+        directory=directory or str(writer.path),
         final_path=str(writer.path),
-        is_elsewhere=own.directory is not None,
-        has_unique_names=own.directory is not None or is_address(writer.path),
+        is_elsewhere=directory is not None,
+        has_unique_names=directory is not None or is_address(writer.path),
         rank=rank,
         is_alone=not writer.use_collectives,
         metadata_name=together if writer.use_collectives else alone,
         other_metadata_name=alone if writer.use_collectives else together,
-        options=WriterOptions(
-            thread_count=writer.thread_count,
-            file_per_item=not require_switch("single_file_per_rank", writer.single_file_per_rank),
-            sync_files=writer.sync_files,
-            overwrite=writer.overwrite,
-            separation_hint=own.separation_hint,
-            staging=own.staging,
-            file_format=file_format,
-        ),
-        stream=StreamTarget(open_file=own.open_file, transforms=transforms) if has_stream else None,
+        thread_count=writer.thread_count,
+        file_per_item=not require_switch("single_file_per_rank", writer.single_file_per_rank),
+        sync_files=writer.sync_files,
+        overwrite=writer.overwrite,
+        separation_hint=separation_hint,
+        staging=staging,
+        file_format=file_format,
+        stream=StreamTarget(open_file=open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,
     )
 
@@ -231,7 +264,7 @@ def prepare(
         plan,
         resolver,
         rank=settings.rank,
-        file_format=settings.options.file_format,
+        file_format=settings.file_format,
         path=settings.directory,
     )
     with target.timeline.measure("layout"):

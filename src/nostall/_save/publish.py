@@ -83,7 +83,7 @@ def publish(
     engine, settings, visit = default_engine(), save.settings, save.state.visit
     directory, name = settings.directory, settings.metadata_name
     path, timeout_s = os.path.join(directory, name), engine.options.save_timeout_s
-    storage = storage_at(directory, sync=settings.options.sync_files)
+    storage = storage_at(directory, sync=settings.sync_files)
     is_stocks_object = metadata.storage_data is None
     mine = [each.name for each in save.state.receipts[:1] if settings.stream is None]
     point = _PointOfNoReturn(storage, mine, Faults(engine.faults))

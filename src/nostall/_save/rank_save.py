@@ -25,7 +25,6 @@ from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.progress import SaveState
 from nostall._model.values import RankFiles
 from nostall._plan.items import Resolver
-from nostall._plan.layout import FileNaming
 from nostall._plan.planner import vouched
 from nostall._plan.structure import OPENERS
 from nostall._ranks.group import Coordination, Membership
@@ -147,7 +146,7 @@ class RankSave:
             settings.directory,
             settings.metadata_name,
             [settings.other_metadata_name],
-            overwrite=settings.options.overwrite,
+            overwrite=settings.overwrite,
             rank=settings.rank,
             timeout_s=default_engine().options.save_timeout_s,
         )
@@ -269,7 +268,7 @@ class RankSave:
         names are unique. ``SaveTimeoutError`` if storage hangs.
         """
         settings, engine, job = self.settings, default_engine(), uuid.uuid4().hex
-        directory, options = settings.directory, settings.options
+        directory = settings.directory
         # A reader of the previous checkpoint's metadata must not find new files under its names.
         is_replacing = getattr(plan.storage_data, "replaced_directory", None) == directory
         if replaces is None and not settings.has_unique_names:
@@ -278,18 +277,13 @@ class RankSave:
         if replaces or settings.has_unique_names or has_failed_in(directory):
             # A file system refuses a second file of a name. A store replaces the first one.
             suffix = f"-{job[:8]}-{job[-8:]}" if is_address(settings.final_path) else f"-{job[:8]}"
-        naming = FileNaming(
-            prefix=getattr(plan.storage_data, "prefix", None) or f"__{settings.rank}_",
-            suffix=suffix,
-            separation_hint=options.separation_hint,
-            file_format=options.file_format,
-        )
+        prefix = getattr(plan.storage_data, "prefix", None) or f"__{settings.rank}_"
         progress = engine.in_progress.begin(job, path=directory, rank=settings.rank)
         try:
             yield SaveTarget(
                 job=job,
                 settings=settings,
-                naming=naming,
+                naming=settings.naming(prefix, suffix),
                 visit=Visit(directory, progress.created),
                 timeline=self.timeline,
                 progress=progress,

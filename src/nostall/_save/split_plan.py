@@ -298,8 +298,8 @@ def _prepare_known(
         return False
     if (voucher := vouched(arguments.planner)) is None:
         return False
-    options = writer._rank_save.settings.options
-    if known.structure is None or known.naming.file_format is not options.file_format:
+    settings = writer._rank_save.settings
+    if known.structure is None or known.naming.file_format is not settings.file_format:
         return False
     session.planner = arguments.planner
     try:

@@ -179,7 +179,7 @@ class SplitSave(BackgroundSave):
         with uninterrupted():
             try:
                 self.prepared = replace(self.prepared, target=target)
-                if self.prepared.target.settings.options.staging == "overlapped":
+                if self.prepared.target.settings.staging == "overlapped":
                     snapshot, self._fence = stage_in_background(
                         self.prepared, self.engine, is_aborted=lambda: self.progress.is_over
                     )

@@ -311,7 +311,7 @@ def job_of(
             )
             for file in layout.files
         ),
-        sync_files=settings.options.sync_files,
+        sync_files=settings.sync_files,
         io_threads=engine.io_threads,
         chunk_nbytes=settings.chunk_nbytes(layout, engine),
         direct=engine.options.direct_io,

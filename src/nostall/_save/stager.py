@@ -78,7 +78,7 @@ def stage_for_later(
     (earlier saves still hold all snapshot memory) or ``ReservationError`` (not enough host memory).
     """
     try:
-        if settings.options.staging == "overlapped":
+        if settings.staging == "overlapped":
             return _copy_in_background(state_dict, engine, timeline, settings)
         return Staged(copied=_copy(state_dict, engine, timeline, settings), fence=None)
     except Exception as error:  # fails the save on every rank
@@ -142,7 +142,7 @@ def _begin_copy(
     state_dict: Mapping[str, Any], engine: Engine, settings: WriterSettings
 ) -> tuple[list[Leaf], StagedStateDict, TargetViews]:
     leaves = find_leaves(state_dict)
-    key = (structure_of(leaves), settings.options)
+    key = (structure_of(leaves), settings.naming(), settings.packing(engine))
     placement = engine.placements.get(key)
     if placement is None:
         placement = _predicted(state_dict, engine, settings)
@@ -156,13 +156,10 @@ def _predicted(
 ) -> Placement:
     """The places of the payloads if no other rank writes an item of this one."""
     try:
-        shapes = shapes_planned_alone(state_dict, settings.options.file_format)
+        shapes = shapes_planned_alone(state_dict, settings.file_format)
     except Exception:  # planning the save raises it again, where DCP shares failures
         return {}
-    options = settings.options
-    hint, file_format = options.separation_hint, options.file_format
-    naming = FileNaming(prefix="", separation_hint=hint, file_format=file_format)
-    return _placement(engine.lay_out(shapes, naming, settings.packing(engine)))
+    return _placement(engine.lay_out(shapes, settings.naming(), settings.packing(engine)))
 
 
 def shapes_planned_alone(
@@ -184,7 +181,7 @@ def _substitute(
     fence = SnapshotFence()
     fence.end(failure.message)
     substitute = unstaged(state_dict, failure)
-    if settings.options.staging != "overlapped":
+    if settings.staging != "overlapped":
         return Staged(copied=substitute, fence=fence)
     future: Future[dict[str, Any]] = Future()
     future.set_result(substitute)
@@ -203,7 +200,8 @@ def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
         raise StagingError(structure.why, rank=prepared.target.settings.rank, phase="stage")
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is None:
-        key = (structure, prepared.target.settings.options)
+        settings = prepared.target.settings
+        key = (structure, settings.naming(), settings.packing(engine))
         engine.remember_placement(key, _placement(prepared.layout))
         return None
     # The write owns the memory now, also if it outlives the staged dict.

@@ -118,7 +118,7 @@ class TieredSave(RankSave):
         on_disk(self._path, lambda: root.start(even_if_locked=True), rank=rank)
         timeout_s = default_engine().options.save_timeout_s
         self._await_room(root, timeout_s)
-        if not settings.options.overwrite:
+        if not settings.overwrite:
             place = settings.final_path
             if may_hold(place, [METADATA_NAME], rank=rank, timeout_s=timeout_s):
                 raise must_stay(place, rank)
@@ -149,7 +149,7 @@ class TieredSave(RankSave):
         record, committed = Record(root.path, root.destination), committed_in(root.path)
         promoted = [name for name, version in committed.items() if record.has(name, version)]
         old = {*promoted[:-1]}
-        if not self.settings.options.overwrite:  # the destination has it no longer
+        if not self.settings.overwrite:  # the destination has it no longer
             old |= {self._name} & {*promoted}
         if self._shared:
             old_s = time.time() - _SAVES_PER_AGE * max(timeout_s, _LONG_S)
@@ -219,5 +219,5 @@ class TieredSave(RankSave):
 
     def after_commit(self) -> None:
         """Promote the checkpoint that was just committed."""
-        overwrite = self.settings.options.overwrite
+        overwrite = self.settings.overwrite
         self.promotion = self._root.begin(self._name, overwrite=overwrite)
