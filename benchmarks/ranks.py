@@ -296,8 +296,11 @@ class PlansByName(Stock):
 
     def _results_of(self, rank: int, path: Path, answer: PlanAnswer) -> WrittenItems:
         written = self.state.written(rank, path)
-        items = () if answer.is_known else in_columns(self.state.results(rank))
-        return WrittenItems(items, written, f"{rank:032x}", (file_of(rank),), answer.is_known)
+        token, files = f"{rank:032x}", (file_of(rank),)
+        if answer.is_known:
+            return WrittenItems((), written, ResultsReference(token=token, files=files))
+        items = in_columns(self.state.results(rank))
+        return WrittenItems((), written, Results(items=items, files=files, token=token))
 
 
 WAYS = (Stock, GatheredResults, SplitFunctions, PlansByName)

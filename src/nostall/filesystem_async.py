@@ -369,7 +369,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             results = self._rank_save.retrieve(write_results)
         if isinstance(results, tuple):
             return results
-        return WrittenItems(results or (), self._rank_save.written_files)
+        return WrittenItems(results, self._rank_save.written_files)
 
     @property
     def stats(self) -> SaveStats | None:

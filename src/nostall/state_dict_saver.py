@@ -150,9 +150,8 @@ def _prepare_to_commit_early(
             return None
         if busy_in(split.prepared.target.settings.directory) - {split.visit}:
             return None  # of two saves to a directory, the later one has to win
-        if split.has_to_run:
-            report = split.checked_report()  # has the names of the files
-            require_written(split.prepared, report)
+        report = split.checked_report()  # has the names of the files
+        require_written(split.prepared, report)
         outcome = ResultsReference(token=token, files=split.prepared.files)
         return _message(save, outcome, session).encoded()
 

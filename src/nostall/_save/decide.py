@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.columns import RankOutcome, RankResults, ResultsReference
+from nostall._commit.columns import RankOutcome, RankResults, Results, ResultsReference
 from nostall._commit.commit import (
     collect,
     require_all_present,
@@ -265,11 +266,17 @@ def commit_results(
         send_as_note(metadata, settings.directory, name, described.save_id)
 
 
+def _outcome_in(results: list[WriteResult]) -> Results | ResultsReference:
+    """The outcome of a rank, in what DCP has collected."""
+    outcome = results.outcome if isinstance(results, WrittenItems) else None
+    # Results of a user's writer may not name files: then they stay, and the first error is raised.
+    return outcome or Results(items=results, files=(), token=None)
+
+
 def _files_in(results: list[WriteResult]) -> set[str]:
     """Names of the files of a rank's results."""
-    named = results.files if isinstance(results, WrittenItems) else ()
-    # Results of a user's writer may not say: then its files stay, and the first error is raised.
-    return {*named, *(getattr(each.storage_data, "relative_path", "") for each in results)}
+    named = (getattr(each.storage_data, "relative_path", "") for each in results)
+    return {*_outcome_in(results).files, *named}
 
 
 @gc_paused()
@@ -277,16 +284,16 @@ def _publication_by_dcp(
     planned: Metadata, results: Sequence[list[WriteResult]], plan: NamedGlobalPlan | None
 ) -> Publication:
     """The publication of results that DCP has collected; ranks may refer to earlier ones."""
-    items = [of_rank for of_rank in results if isinstance(of_rank, WrittenItems)]
-    if plan is None or len(items) != len(results):
-        everyone = [each.items if isinstance(each, WrittenItems) else each for each in results]
-        return _publication_of_results(planned, everyone)
-    outcomes = [each.outcome for each in items]
-    with plan.lock:
-        verdict = collect(plan.results.fill_in(outcomes))
+    outcomes = list(map(_outcome_in, results))
+    plan_lock, known = (
+        (nullcontext(), KnownResults()) if plan is None else (plan.lock, plan.results)
+    )
+    with plan_lock:
+        verdict = collect(known.fill_in(outcomes))
         if isinstance(verdict, Abort):
             raise next(iter(verdict.failures.values()))[0]
-        return _publication(plan.as_planned(planned), outcomes, verdict.results, plan.results)
+        planned = planned if plan is None else plan.as_planned(planned)
+        return _publication(planned, outcomes, verdict.results, known)
 
 
 # --- its parts ------------------------------------------------------------------------------------

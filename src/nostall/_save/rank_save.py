@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 
 from nostall import _torch
+from nostall._commit.columns import Results, ResultsReference, in_columns
 from nostall._engine import Engine, default_engine
 from nostall._memory.overlap import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
@@ -50,7 +51,6 @@ from nostall._save.written import (
     as_written,
     write_results,
     written_files,
-    written_items,
 )
 from nostall._storage.deadlines import call_with_deadline, make_ready, remove_with_deadline
 from nostall._storage.directories import Visit, has_failed_in
@@ -219,7 +219,14 @@ class RankSave:
         prepared.target.progress.to(SaveState.WRITTEN)
         receipts = report.receipts if isinstance(report, RankWritten) else ()
         self.state = SynchronousSave(visit=visit, receipts=receipts)
-        return written_items(results, written_files(prepared, report), prepared, sent_token)
+        written = written_files(prepared, report)
+        if prepared.known is None:  # the metadata is another planner's, which may read the list
+            return WrittenItems(results, written)
+        token, files = prepared.known.token, prepared.files
+        if token == sent_token:
+            return WrittenItems((), written, ResultsReference(token=token, files=files))
+        outcome = Results(items=in_columns(results), files=files, token=token)
+        return WrittenItems((), written, outcome)
 
     def _prepared_by_name(
         self, plan: SavePlan, resolver: Resolver
@@ -324,17 +331,17 @@ class RankSave:
             )
 
     def retrieve(
-        self, read: Callable[[PreparedSave, RankReport], T]
-    ) -> T | _torch.WrappedException | None:
-        """Wait for this rank's report and ``read`` it, or return its failure as DCP wraps it;
-        ``None`` if this rank has nothing to write.
+        self, read: Callable[[PreparedSave, RankReport], list[T]]
+    ) -> list[T] | _torch.WrappedException:
+        """Wait for this rank's report and ``read`` it, or return its failure as DCP wraps it; empty
+        if nothing is planned.
         """
         try:
             if isinstance(self.state, Failed):
                 raise self.state.error
             split = self.split
-            if split is None or not split.has_to_run:
-                return None
+            if split is None:
+                return []
             report = split.checked_report()
             split.is_retrieved = True
             return read(split.prepared, report)

@@ -152,8 +152,6 @@ class SplitSave(BackgroundSave):
         self.visit = target.visit
         self.has_to_run = bool(prepared.planned.share.plan.items)
         """Whether this rank has something to write."""
-        if not self.has_to_run:
-            self.progress.to(SaveState.WRITTEN)
         self.early: EarlyCommit | None = None
         """Its early commit, until it is over; ``None`` if it cannot be committed early."""
         self._fence: SnapshotFence | None = None
@@ -166,6 +164,8 @@ class SplitSave(BackgroundSave):
         """Receipts of the written files, by that report."""
         self._changed: list[str] = []
         """Tensors that were changed without waiting for the snapshot."""
+        if not self.has_to_run:
+            self._settle(RankWritten(rank=self.rank, receipts=()))
 
     def stage(self) -> Snapshot | Future[Snapshot]:
         """Take the snapshot, once: the ``preload_fn``.

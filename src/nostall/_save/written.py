@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.columns import (
-    RankResults,
-    ResultColumns,
-    Results,
-    ResultsReference,
-    in_columns,
-)
+from nostall._commit.columns import Results, ResultsReference
 from nostall._commit.commit import require_one_result_each
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport
 from nostall._model.names import AS_SAFETENSORS
@@ -127,59 +121,32 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
 
 
 class WrittenItems(list[WriteResult]):
-    """DCP's results of one rank and its files, sent to the coordinator together.
+    """DCP's results of one rank, sent to the coordinator with its files.
 
-    Results as columns are not in the list. A later save may refer to results with a ``token``. If
-    ``are_sent``, the coordinator has received them before, and gets a reference to them.
+    Without results if there is an ``outcome``: those that a later save may refer to.
     """
 
     # The coordinator gets thousands: without dictionaries there is less to collect.
-    __slots__ = ("_are_sent", "_token", "columns", "files", "written")
+    __slots__ = ("outcome", "written")
 
     def __init__(
         self,
-        results: RankResults | tuple[()] = (),
+        results: Sequence[WriteResult] = (),
         written: RankFiles | None = None,
-        token: str | None = None,
-        files: tuple[str, ...] = (),
-        are_sent: bool = False,  # noqa: FBT001, FBT002  # pickled by position
+        outcome: Results | ResultsReference | None = None,
     ) -> None:
-        self.columns = results if isinstance(results, ResultColumns) else None
-        super().__init__(() if isinstance(results, ResultColumns) else results)
+        super().__init__(results)
         self.written = written
-        self._token = token
-        self.files = files
-        self._are_sent = are_sent
-
-    @property
-    def outcome(self) -> Results | ResultsReference:
-        """The results that the coordinator keeps, or a reference to them."""
-        if self._are_sent and self._token is not None:
-            return ResultsReference(token=self._token, files=self.files)
-        return Results(items=self.items, files=self.files, token=self._token)
-
-    @property
-    def items(self) -> RankResults:
-        """The results, in whichever form they are."""
-        return self.columns or list(self)
+        self.outcome = outcome
 
     def __reduce__(self) -> tuple[Any, ...]:
-        items = () if self._are_sent else self.items
-        return WrittenItems, (items, self.written, self._token, self.files, self._are_sent)
+        if isinstance(self.outcome, ResultsReference):  # one per rank, in each save
+            return _referring, (self.written, *self.outcome)
+        return WrittenItems, ([*self], self.written, self.outcome)
 
 
-def written_items(
-    results: list[WriteResult],
-    written: RankFiles,
-    prepared: PreparedSave,
-    sent_token: str | None,
-) -> WrittenItems:
-    """Results that the coordinator keeps; it has results of this rank with the ``sent_token``."""
-    token = None if prepared.known is None else prepared.known.token
-    are_sent = token is not None and token == sent_token
-    # Without a token, the metadata is another planner's, which may have read the list.
-    sent = results if token is None or are_sent else in_columns(results)
-    return WrittenItems(sent, written, token, prepared.files, are_sent)
+def _referring(written: RankFiles | None, token: str, files: tuple[str, ...]) -> WrittenItems:
+    return WrittenItems((), written, ResultsReference(token=token, files=files))
 
 
 def written_files(prepared: PreparedSave, report: RankReport | None) -> RankFiles:

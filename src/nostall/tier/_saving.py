@@ -182,9 +182,9 @@ class TieredSave(RankSave):
         return items
 
     def retrieve(
-        self, read: Callable[[PreparedSave, RankReport], T]
-    ) -> T | _torch.WrappedException | None:
-        def read_and_bring(prepared: PreparedSave, report: RankReport) -> T:
+        self, read: Callable[[PreparedSave, RankReport], list[T]]
+    ) -> list[T] | _torch.WrappedException:
+        def read_and_bring(prepared: PreparedSave, report: RankReport) -> list[T]:
             found = read(prepared, report)
             self._bring(self.written_files)
             return found
