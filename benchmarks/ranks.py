@@ -35,9 +35,9 @@ from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import global_plan_of, reusable_metadata, with_local_plans
 from nostall._save.decide import RankMessage, commit_split_save
 from nostall._save.plans_by_name import GroupPlans, PlanAnswer, PlanQuestion, SentPlan
+from nostall._save.prepared import WrittenItems
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import SaveSession
-from nostall._save.written import WrittenItems
 from nostall.filesystem_async import FileSystemWriterAsync
 
 T = TypeVar("T")

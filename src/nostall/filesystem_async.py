@@ -35,9 +35,14 @@ from nostall._queue.ending import report_loss
 from nostall._queue.sigterm import preemption
 from nostall._ranks.group import SingleProcess, coordination_for
 from nostall._save.decide import commit_results
-from nostall._save.prepared import ReplacingPrefix, WriterSettings, settings_of
+from nostall._save.prepared import (
+    ReplacingPrefix,
+    WriterSettings,
+    WrittenItems,
+    settings_of,
+    write_results,
+)
 from nostall._save.rank_save import RankSave, Staging
-from nostall._save.written import WrittenItems, write_results
 from nostall._storage.locations import is_address, is_place, local_tier_of, place_of
 from nostall.options import StagingMode
 from nostall.stats import SaveStats

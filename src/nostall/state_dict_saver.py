@@ -34,9 +34,9 @@ from nostall._ranks.failures import exception_for, sendable
 from nostall._ranks.group import coordination_of, require_members
 from nostall._save.decide import Ending, RankMessage, commit_split_save, decoded
 from nostall._save.early_commit import EarlyCommit
+from nostall._save.prepared import require_written
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import CheckpointMetadataCache, SaveSession, plan_save
-from nostall._save.written import require_written
 from nostall._storage.directories import busy_in
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync

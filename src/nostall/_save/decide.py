@@ -39,8 +39,8 @@ from nostall._model.values import Abort, RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
 from nostall._save.plans_by_name import NamedGlobalPlan
+from nostall._save.prepared import WrittenItems
 from nostall._save.publish import FinishedMetadata, is_unpublished, publish, remove_unpublished
-from nostall._save.written import WrittenItems
 from nostall._storage.deadlines import call_with_deadline
 from nostall._storage.locations import is_same, storage_at
 from nostall._storage.port import open_to_read, read_metadata

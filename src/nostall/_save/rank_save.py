@@ -36,22 +36,20 @@ from nostall._save.prepared import (
     PreparedSave,
     SaveTarget,
     WriterSettings,
+    WrittenItems,
     as_known,
+    as_written,
     learn,
     prepare,
     prepare_known,
+    write_results,
+    written_files,
 )
 from nostall._save.publish import files_of
 from nostall._save.split_save import SplitSave
 from nostall._save.stage_and_write import wait_for, write_in_background
 from nostall._save.stager import stage_for_later, take_over
 from nostall._save.write_directly import write_directly
-from nostall._save.written import (
-    WrittenItems,
-    as_written,
-    write_results,
-    written_files,
-)
 from nostall._storage.deadlines import call_with_deadline, make_ready, remove_with_deadline
 from nostall._storage.directories import Visit, has_failed_in
 from nostall._storage.locations import is_address, storage_at

@@ -21,7 +21,7 @@ from nostall._model.progress import Progress, SaveState
 from nostall._model.threads import is_done, uninterrupted
 from nostall._ranks.failures import await_report, failure_of
 from nostall._save.early_commit import EarlyCommit
-from nostall._save.prepared import PreparedSave
+from nostall._save.prepared import PreparedSave, as_written
 from nostall._save.stage_and_write import (
     give_up,
     stage,
@@ -29,7 +29,6 @@ from nostall._save.stage_and_write import (
     write_here,
     write_in_background,
 )
-from nostall._save.written import as_written
 from nostall._storage.deadlines import remove_with_deadline
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError, StagingError
 
