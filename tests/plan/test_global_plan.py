@@ -36,14 +36,7 @@ from nostall._commit.columns import (
     sharing,
 )
 from nostall._commit.metadata import PLANS_KEY, load_metadata, local_plans_in
-from nostall._plan.agree import (
-    CachedPlans,
-    Changed,
-    Reuse,
-    Together,
-    choose_route,
-    plans_alone,
-)
+from nostall._plan.agree import CachedPlans
 from nostall._plan.planner import PlannerKey, plan_columns, require_one_shape
 from nostall._save.plans_by_name import SentPlan
 from nostall.errors import RankMismatchError, UntrustedMetadataError
@@ -311,15 +304,10 @@ def caches(draw: st.DrawFn) -> CachedPlans:
     )
 
 
-@given(cached=st.none() | caches(), local=PLANS, planner=PLANNERS)
-def test_whether_ranks_talk_does_not_depend_on_one_ranks_plan(
-    cached: CachedPlans | None, local: SavePlan, planner: PlannerKey
-) -> None:
+@given(cached=caches())
+def test_whether_ranks_talk_does_not_depend_on_one_ranks_plan(cached: CachedPlans) -> None:
     """All ranks plan together if what they agreed on is not valid for this group; else none."""
-    route = choose_route(cached, group="g", planner=planner, local=local)
-    silent = cached is not None and cached.validated and cached.group == "g"
-    assert plans_alone(cached, group="g") == silent
-    assert isinstance(route, Together) == (not silent)
+    assert cached.are_agreed_in("g") == (cached.validated and cached.group == "g")
 
 
 @given(cached=caches(), local=PLANS, planner=PLANNERS)
@@ -327,21 +315,15 @@ def test_a_final_plan_is_used_again_only_for_the_same_plan(
     cached: CachedPlans, local: SavePlan, planner: PlannerKey
 ) -> None:
     """With one item more, fewer or different, or another planner, the old plan does not fit."""
-    cached = replace(cached, group="g", validated=True)
-    route = choose_route(cached, group="g", planner=planner, local=local)
     same = cached.planner == planner and cached.local.items == local.items
-    assert isinstance(route, Reuse) == same
-    if isinstance(route, Reuse):
-        assert route.final is cached.final
+    assert (cached.final_for(local, planner) is cached.final) == same
 
 
 @given(cached=caches())
 def test_an_unchanged_plan_is_always_recognised(cached: CachedPlans) -> None:
     """Also where it is an equal one, not the same object, and where storage has marked it."""
-    cached = replace(cached, group="g", validated=True)
     local = pickle.loads(pickle.dumps(replace(cached.local, storage_data="anything")))
-    route = choose_route(cached, group="g", planner=cached.planner, local=local)
-    assert route == Reuse(cached.final)
+    assert cached.final_for(local, cached.planner) is cached.final
 
 
 @given(cached=caches(), local=PLANS, planner=PLANNERS)
@@ -352,18 +334,15 @@ def test_a_rank_that_changed_writes_all_that_only_it_knows(
 
     A planner of another class may assign all items otherwise: it writes what that one plans.
     """
-    cached = replace(cached, group="g", validated=True)
     assume(cached.planner != planner or not same_plan(cached.local, local))
-    route = choose_route(cached, group="g", planner=planner, local=local)
-    assert isinstance(route, Changed)
-    assert route.local is local
-    assert route.final.storage_data == cached.final.storage_data
+    final = cached.final_for(local, planner)
+    assert final.storage_data == cached.final.storage_data
     told = {one.index for one in cached.final.items}
     for one in local.items:
         is_same_kind = planner.kind == cached.planner.kind
         left_to_others = is_same_kind and one in cached.local.items and one.index not in told
-        assert (one in route.final.items) == (not left_to_others)
-    assert [one for one in local.items if one in route.final.items] == route.final.items
+        assert (one in final.items) == (not left_to_others)
+    assert [one for one in local.items if one in final.items] == final.items
 
 
 @given(loaded=st.none() | st.lists(PLANS, min_size=1, max_size=4), local=PLANS, data=st.data())

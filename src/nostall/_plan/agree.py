@@ -3,11 +3,8 @@
 The rule that keeps ranks together: whether ranks communicate while planning depends only on state
 that *all* of them agreed on before. Once a cached plan is validated, ranks plan without
 communication, so a rank whose structure or planner has changed cannot reach the others. It plans
-its own share alone (:class:`Changed`) and sends its new plan with its results; the coordinator then
-makes new metadata. The outcome of that save informs all ranks, and they plan the next one together.
-
-:class:`PlanMemory` keeps the structure of one sequence of saves: plans and, on the coordinator, the
-metadata without the parts of a single checkpoint. Metadata passed in or out is never changed.
+its own share alone and sends its new plan with its results; the coordinator then makes new
+metadata. The outcome of that save informs all ranks, and they plan the next one together.
 """
 
 from __future__ import annotations
@@ -17,9 +14,9 @@ import secrets
 from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from nostall import _torch
@@ -33,7 +30,6 @@ from nostall._commit.columns import (
     same_plan,
     sharing,
 )
-from nostall._commit.metadata import local_plans_in
 from nostall._model.threads import gc_paused
 from nostall._model.values import MOST_SERIES, SaveId
 from nostall._plan.planner import (
@@ -45,10 +41,14 @@ from nostall._plan.planner import (
     require_one_shape,
 )
 from nostall._ranks.failures import exception_for, sendable
-from nostall._ranks.group import Coordination
+from nostall._ranks.group import Coordination, coordination_of
 from nostall.errors import SaveError
 
-# --- how to plan: a decision without communication ------------------------------------------------
+if TYPE_CHECKING:
+    from nostall._save.split_plan import CheckpointMetadataCache
+    from nostall.filesystem_async import FileSystemWriterAsync
+
+# --- alone: a decision without communication ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,141 +64,29 @@ class CachedPlans:
     validated: bool
     """Whether all ranks found their plans equal in two consecutive saves, or to a loaded one's."""
 
+    def are_agreed_in(self, group: Hashable) -> bool:
+        """Whether a group plans its next save without communication; equal on all its ranks."""
+        return self.validated and self.group == group
 
-@dataclass(frozen=True, slots=True)
-class Together:
-    """All ranks plan together, and compare with their cached plans."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reuse:
-    """This rank's plan is unchanged; no communication."""
-
-    final: SavePlan
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """This rank's plan has changed since all ranks agreed to reuse; no communication yet."""
-
-    final: SavePlan
-    local: SavePlan
-    """The new plan, for the coordinator."""
-
-
-Route: TypeAlias = Together | Reuse | Changed
-
-
-def plans_alone(cached: CachedPlans | None, *, group: Hashable) -> bool:
-    """Whether a group plans its next save without communication; equal on all its ranks."""
-    return cached is not None and cached.validated and cached.group == group
-
-
-def choose_route(
-    cached: CachedPlans | None, *, group: Hashable, planner: PlannerKey, local: SavePlan
-) -> Route:
-    """How this rank plans; :class:`Together` on every rank of a group or on none."""
-    if cached is None or not plans_alone(cached, group=group):
-        return Together()
-    if cached.planner == planner and same_plan(cached.local, local):
-        return Reuse(cached.final)
-    if cached.planner.kind != planner.kind:  # it may leave to other ranks what this one wrote
-        return Changed(replace(local, storage_data=cached.final.storage_data), local)
-    # Its share without unchanged items that are assigned to another rank.
-    own = {item.index for item in cached.final.items}
-    before: dict[Any, WriteItem] = {item.index: item for item in cached.local.items}
-    items = [item for item in local.items if item.index in own or before.get(item.index) != item]
-    return Changed(replace(local, items=items, storage_data=cached.final.storage_data), local)
-
-
-# --- planning -------------------------------------------------------------------------------------
-
-
-class PlanningWriter(Protocol):
-    """The methods of a storage writer that planning uses."""
-
-    @property
-    def _ignores_items(self) -> bool:
-        """Whether :meth:`prepare_global_plan` is known to look at no item."""
-
-    def storage_meta(self) -> StorageMeta | None:
-        """DCP's description of the storage, for planners."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001  # DCP's
-        """Set the writer's role."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """This rank's plan, as the writer changes it."""
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """All ranks' plans, as the writer changes them."""
-
-
-class PlanMemory:
-    """The plans of one sequence of saves."""
-
-    def __init__(self) -> None:
-        self.plans: CachedPlans | None = None
-        """The plans of the last save that all ranks planned together."""
-        self.loaded_all_plans: Sequence[SavePlan] | None = None
-        """All ranks' plans from a loaded checkpoint, until they are compared."""
-        self.verified_loaded = False
-        """Whether those plans equal the plans of all ranks."""
-        self.all_plans: list[CompactPlan] | None = None
-        """All ranks' plans of the last save planned together; on the coordinator only."""
-        self._metadata: Metadata | None = None
-        self.last_save: SaveId | None = None
-        """The identity of the last save, as long as ranks are known to count alike."""
-
-    def adopt_loaded(self, metadata: Metadata | None) -> None:
-        """Adopt the plans that a loaded checkpoint was saved with.
-
-        No effect while plans of an earlier save are kept: later saves rest on the plans that all
-        ranks made together, and a rank with other plans would write items that its metadata lacks.
-        """
-        if self.plans is None:
-            self._metadata = metadata
-            self.loaded_all_plans = local_plans_in(metadata)
-
-    def keep(self, plans: CachedPlans, made: GlobalPlan | None) -> None:
-        """Keep a plan that all ranks made together; ``made`` is given on the coordinator only."""
-        self.plans = plans
-        self.all_plans = None if made is None else made.local
-        if made is not None:
-            self._metadata = made.metadata
-
-    def forget(self) -> None:
-        """Plan the next save together: a rank's structure has changed, or a save failed."""
-        self.plans = self.loaded_all_plans = self.all_plans = None
-        self.verified_loaded = False
-
-    def reusable_metadata(self) -> Metadata | None:
-        """Metadata for one more save of the same structure: without parts of one checkpoint."""
-        return None if self._metadata is None else reusable_metadata(self._metadata)
-
-
-def reusable_metadata(metadata: Metadata) -> Metadata:
-    """A shallow copy for the next save of a structure, without the parts of one checkpoint."""
-    twin = copy(metadata)
-    twin.storage_data = twin.storage_meta = None
-    return twin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _FinalPlan:
-    """Sent by the coordinator to each rank after planning together."""
-
-    save: SaveId
-    final: PlanShare | SavePlan | None
-    validated: bool
-    failures: dict[int, _torch.WrappedException]
+    def final_for(self, local: SavePlan, planner: PlannerKey) -> SavePlan:
+        """This rank's final plan, without communication; :attr:`final` if nothing has changed."""
+        if self.planner == planner and same_plan(self.local, local):
+            return self.final
+        items = local.items
+        if self.planner.kind == planner.kind:
+            # Its share without unchanged items that are assigned to another rank. A planner of
+            # another kind may leave to other ranks what this one wrote.
+            own = {item.index for item in self.final.items}
+            before: dict[Any, WriteItem] = {item.index: item for item in self.local.items}
+            items = [item for item in items if item.index in own or before.get(item.index) != item]
+        return replace(local, items=items, storage_data=self.final.storage_data)
 
 
 @gc_paused()
 @planner_failures()
 def local_plan(
     state_dict: dict[str, Any],
-    writer: PlanningWriter,
+    writer: FileSystemWriterAsync,
     planner: SavePlanner,
     wrapper: _torch.DistWrapper,
 ) -> SavePlan:
@@ -215,6 +103,19 @@ def local_plan(
     return plan
 
 
+# --- together -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FinalPlan:
+    """Sent by the coordinator to each rank after planning together."""
+
+    save: SaveId
+    final: PlanShare | SavePlan | None
+    validated: bool
+    failures: dict[int, _torch.WrappedException]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalPlan:
     """Every rank's final plan and the metadata that describes them all."""
@@ -226,62 +127,66 @@ class GlobalPlan:
 
 
 def plan_together(
-    local: SavePlan | _torch.WrappedException,
-    writer: PlanningWriter,
+    state_dict: dict[str, Any],
+    writer: FileSystemWriterAsync,
     planner: SavePlanner,
-    coordination: Coordination,
-    memory: PlanMemory | None,
+    wrapper: _torch.DistWrapper,
+    cache: CheckpointMetadataCache | None,
     identity: tuple[Any, Any],
 ) -> tuple[SavePlan, Metadata | None, SaveId]:
     """Plan with all ranks. Collective.
 
     Returns this rank's final plan; the metadata, on the coordinator; and what identifies the save.
-    ``local`` may be this rank's failure. The plan is kept in ``memory``, if given, and is valid for
-    ``identity``: the group and the planner's configuration. Raises ``CheckpointException`` on every
-    rank if a rank could not plan; a rank that fails after all have agreed on a loaded checkpoint's
-    plans raises its own error, which finalising reports to the others.
+    The plan is kept in ``cache``, if given, and is valid for ``identity``: the group and the
+    planner's configuration. Raises ``CheckpointException`` on every rank if a rank could not plan;
+    a rank that fails after all have agreed on a loaded checkpoint's plans raises its own error,
+    which finalising reports to the others.
     """
-    loaded = None if memory is None else _agreed_loaded_plans(local, coordination, memory)
-    if loaded is not None and isinstance(local, SavePlan) and memory is not None:
-        assert memory.last_save is not None  # agreed on, too
+    coordination = coordination_of(wrapper)
+    local: SavePlan | _torch.WrappedException
+    try:
+        local = local_plan(state_dict, writer, planner, wrapper)
+    except Exception as error:  # reported to every rank
+        local = _torch.wrap_exception(error)
+    loaded = None if cache is None else _agreed_loaded_plans(local, coordination, cache)
+    made: GlobalPlan | None = None
+    if loaded is not None and isinstance(local, SavePlan) and cache is not None:
+        assert cache.last_save is not None  # agreed on, too
         try:
             made = global_plan_of(loaded, writer, planner)
-            final = made.final[coordination.rank]
-            final = final.applied_to(local) if isinstance(final, PlanShare) else final
         except Exception:  # all ranks agreed to plan alone, so this one must, too
-            # Finalising reports the failure.
-            _keep(memory, identity, local, local, None, validated=True)
+            _keep(cache, identity, local, local, None, validated=True)
             raise
-        kept = made if coordination.is_coordinator else None
-        metadata = _keep(memory, identity, local, final, kept, validated=True)
-        return final, metadata, memory.last_save
-    sent: CompactPlan | _torch.WrappedException
-    if isinstance(local, SavePlan):
-        sent = compact(local) if is_stocks_own(planner) else local
+        final = made.final[coordination.rank]
+        mine = _FinalPlan(save=cache.last_save, final=final, validated=True, failures={})
     else:
-        sent = sendable(local)
-    gathered = coordination.gather(sent)
-    answers, made_here = None, None
-    if gathered is not None:
-        answers, made_here = _decide_centrally(gathered, writer, planner, coordination, memory)
-    mine = coordination.scatter(answers)
-    if mine.failures or mine.final is None or not isinstance(local, SavePlan):
+        sent: CompactPlan | _torch.WrappedException
+        if isinstance(local, SavePlan):
+            sent = compact(local) if is_stocks_own(planner) else local
+        else:
+            sent = sendable(local)
+        answers, gathered = None, coordination.gather(sent)
+        if gathered is not None:
+            answers, made = _decide_centrally(gathered, writer, planner, coordination, cache)
+        mine = coordination.scatter(answers)
+    if mine.final is None or not isinstance(local, SavePlan):
         raise exception_for(mine.failures, step="plan", on_coordinator=coordination.is_coordinator)
     final = mine.final.applied_to(local) if isinstance(mine.final, PlanShare) else mine.final
-    if memory is None:
-        return final, None if made_here is None else made_here.metadata, mine.save
-    memory.last_save = mine.save
-    metadata = _keep(memory, identity, local, final, made_here, validated=mine.validated)
+    made = made if coordination.is_coordinator else None
+    if cache is None:
+        return final, None if made is None else made.metadata, mine.save
+    cache.last_save = mine.save
+    metadata = _keep(cache, identity, local, final, made, validated=mine.validated)
     return final, metadata, mine.save
 
 
 @gc_paused()
 def _decide_centrally(
     gathered: list[CompactPlan | _torch.WrappedException],
-    writer: PlanningWriter,
+    writer: FileSystemWriterAsync,
     planner: SavePlanner,
     coordination: Coordination,
-    memory: PlanMemory | None,
+    cache: CheckpointMetadataCache | None,
 ) -> tuple[list[_FinalPlan], GlobalPlan | None]:
     plans = sharing(plan for plan in gathered if isinstance(plan, CompactPlan))
     failures = {
@@ -291,7 +196,7 @@ def _decide_centrally(
     validated = False
     if not failures:
         try:
-            before = None if memory is None else memory.all_plans
+            before = None if cache is None else cache.all_plans
             validated = before is not None and len(before) == len(plans)
             validated = validated and all(map(same_plan, before or (), plans))
             made = global_plan_of(plans, writer, planner)
@@ -314,7 +219,7 @@ def new_series() -> int:
 @gc_paused()
 @planner_failures()
 def global_plan_of(
-    plans: list[CompactPlan], writer: PlanningWriter, planner: SavePlanner
+    plans: list[CompactPlan], writer: FileSystemWriterAsync, planner: SavePlanner
 ) -> GlobalPlan:
     """The global plan; every rank computes the same one."""
     require_one_shape(plans)
@@ -337,26 +242,28 @@ def global_plan_of(
 
 
 def _agreed_loaded_plans(
-    local: SavePlan | _torch.WrappedException, coordination: Coordination, memory: PlanMemory
+    local: SavePlan | _torch.WrappedException,
+    coordination: Coordination,
+    cache: CheckpointMetadataCache,
 ) -> list[CompactPlan] | None:
     """The loaded plans, if they equal all ranks' plans; one reduction, unless plans are kept."""
-    if memory.plans is not None:
+    if cache.plans is not None:
         return None
-    loaded = memory.loaded_all_plans
+    loaded = cache.loaded_all_plans
     same = isinstance(local, SavePlan) and matches_loaded(
         loaded, rank=coordination.rank, world_size=coordination.world_size, local=local
     )
     series = new_series() if coordination.is_coordinator else 0
     differs, series = coordination.maximum([int(not same), series])
     agreed = not differs
-    memory.last_save = SaveId(series, 0)
-    memory.verified_loaded = agreed
-    memory.loaded_all_plans = None  # compared once
+    cache.last_save = SaveId(series, 0)
+    cache.verified_loaded = agreed
+    cache.loaded_all_plans = None  # compared once
     return LocalPlans.of(loaded).plans if agreed and loaded is not None else None
 
 
 def _keep(
-    memory: PlanMemory,
+    cache: CheckpointMetadataCache,
     identity: tuple[Any, Any],
     local: SavePlan,
     final: SavePlan,
@@ -373,8 +280,18 @@ def _keep(
     plans = CachedPlans(group=group, planner=planner, local=local, final=final, validated=validated)
     if made is not None:
         with_local_plans(made.metadata, made.local)
-    memory.keep(plans, made)
-    return None if made is None else memory.reusable_metadata()
+    cache.keep(plans, made)
+    return None if made is None else cache.reusable_metadata()
+
+
+# --- metadata for one save ------------------------------------------------------------------------
+
+
+def reusable_metadata(metadata: Metadata) -> Metadata:
+    """A shallow copy for the next save of a structure, without the parts of one checkpoint."""
+    twin = copy(metadata)
+    twin.storage_data = twin.storage_meta = None
+    return twin
 
 
 @gc_paused()

@@ -10,42 +10,36 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter, deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from typing_extensions import assert_never
 
 from nostall import _torch
 from nostall._commit.columns import CompactPlan, same_plan
+from nostall._commit.metadata import local_plans_in
 from nostall._commit.publication import KnownResults
 from nostall._model.values import SaveId
 from nostall._model.wording import also_named
 from nostall._plan.agree import (
     CachedPlans,
-    Changed,
     GlobalPlan,
-    PlanMemory,
-    PlanningWriter,
-    Reuse,
-    Route,
-    Together,
-    choose_route,
     local_plan,
     plan_together,
-    plans_alone,
+    reusable_metadata,
 )
-from nostall._plan.planner import PlannerKey, as_save_error, planner_failures, planner_key, vouched
-from nostall._ranks.group import Coordination, Membership, Records, coordination_of
+from nostall._plan.planner import as_save_error, planner_failures, planner_key, vouched
+from nostall._ranks.group import Membership, Records, coordination_of
 from nostall._save.planner_by_name import SavePlanner as PlannerByName
 from nostall._save.prepared import KnownSave
-from nostall._save.rank_save import RankSave
 from nostall._save.split_save import SplitSave
+
+if TYPE_CHECKING:
+    from nostall.filesystem_async import FileSystemWriterAsync
 
 _log = logging.getLogger("nostall")
 
@@ -66,15 +60,24 @@ class Counted(NamedTuple):
     """Among the saves to its directory."""
 
 
-class CheckpointMetadataCache(PlanMemory):
+class CheckpointMetadataCache:
     """The plans of one sequence of saves. Make one per kind of checkpoint and keep it.
 
-    The methods that frameworks call are a view of :class:`~nostall._plan.agree.PlanMemory`.
-    Metadata passed in or out is never changed.
+    On the coordinator also the metadata, without the parts of a single checkpoint. Metadata passed
+    in or out is never changed.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self.plans: CachedPlans | None = None
+        """The plans of the last save that all ranks planned together."""
+        self.loaded_all_plans: Sequence[SavePlan] | None = None
+        """All ranks' plans from a loaded checkpoint, until they are compared."""
+        self.verified_loaded = False
+        """Whether those plans equal the plans of all ranks."""
+        self.all_plans: list[CompactPlan] | None = None
+        """All ranks' plans of the last save planned together; on the coordinator only."""
+        self._metadata: Metadata | None = None
+        # What frameworks see of the plans, and may set.
         self._central: SavePlan | None = None
         self._local: SavePlan | None = None
         self._validated = False
@@ -86,6 +89,8 @@ class CheckpointMetadataCache(PlanMemory):
         """On the coordinator, the results of all ranks."""
         self.retired: deque[Records] = deque()
         """Records that saves which are over have left in the store."""
+        self.last_save: SaveId | None = None
+        """The identity of the last save, as long as ranks are known to count alike."""
         self._begun: list[weakref.ref[SplitSave]] = []
         """Saves of the present series that are not finalised."""
         self._saves_to: Counter[str] = Counter()
@@ -116,8 +121,14 @@ class CheckpointMetadataCache(PlanMemory):
 
     @also_named(metadata="cached_global_metadata")
     def set_cached_global_metadata(self, metadata: Metadata | None) -> None:
-        """Adopt a loaded checkpoint's metadata: the first save after it may reuse its plan."""
-        self.adopt_loaded(metadata)
+        """Adopt a loaded checkpoint's metadata: the first save after it may reuse its plan.
+
+        No effect while plans of an earlier save are kept: later saves rest on the plans that all
+        ranks made together, and a rank with other plans would write items that its metadata lacks.
+        """
+        if self.plans is None:
+            self._metadata = metadata
+            self.loaded_all_plans = local_plans_in(metadata)
 
     def set_cache_metadata(
         self, central_plan: SavePlan, local_plan: SavePlan, global_md_verify_reuse: bool
@@ -150,35 +161,30 @@ class CheckpointMetadataCache(PlanMemory):
         return self._validated, self.verified_loaded
 
     def keep(self, plans: CachedPlans, made: GlobalPlan | None) -> None:
-        """Remember a plan that all ranks made together."""
-        super().keep(plans, made)
+        """Keep a plan that all ranks made together; ``made`` is given on the coordinator only."""
+        verified_loaded = self.verified_loaded
+        self.forget()
+        self.plans, self.verified_loaded = plans, verified_loaded
+        if made is not None:
+            self.all_plans, self._metadata = made.local, made.metadata
         self._central, self._local = plans.final, plans.local
         self._validated = plans.validated  # as agreed by all ranks, not as this rank sees it
-        self.known = self.sent_token = None
-        self.known_results = KnownResults()
         self._begun.clear()
         self._saves_to.clear()
 
     def forget(self) -> None:
-        """Plan the next save together."""
-        super().forget()
+        """Plan the next save together: a rank's structure has changed, or a save failed."""
+        self.plans = self.loaded_all_plans = self.all_plans = None
         self._central = self._local = self.known = self.sent_token = None
         self.known_results = KnownResults()
-        self._validated = False
+        self._validated = self.verified_loaded = False
+
+    def reusable_metadata(self) -> Metadata | None:
+        """Metadata for one more save of the same structure: without parts of one checkpoint."""
+        return None if self._metadata is None else reusable_metadata(self._metadata)
 
 
 # --- plan one save --------------------------------------------------------------------------------
-
-
-class SplitWriter(PlanningWriter, Protocol):
-    """The methods of a storage writer that a split save uses."""
-
-    @property
-    def _rank_save(self) -> RankSave:
-        """The writer's save."""
-
-    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Resolve and lay out this rank's final plan."""
 
 
 class SaveSession(_torch.DistWrapper):
@@ -206,28 +212,9 @@ class SaveSession(_torch.DistWrapper):
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SaveArguments:
-    """The arguments of one save, on this rank."""
-
-    state_dict: dict[str, Any]
-    planner: SavePlanner
-    configuration: PlannerKey
-    group: Hashable
-    """Identifies the ranks that save together, and this rank."""
-    coordination: Coordination
-    writer: SplitWriter
-    reused: Metadata | None
-    """On the coordinator of a save that is not planned together, the metadata of the last one."""
-
-    def fail_later(self, error: BaseException) -> None:
-        """Report an error to all ranks when the save is finalised."""
-        self.writer._rank_save.fail_later(as_save_error(error, self.coordination.rank))
-
-
 def plan_save(
     state_dict: dict[str, Any],
-    writer: SplitWriter,
+    writer: FileSystemWriterAsync,
     process_group: dist.ProcessGroup | None,
     coordinator_rank: int,
     planner: SavePlanner,
@@ -239,8 +226,8 @@ def plan_save(
     except on the coordinator), and the session to finalise the save with. ``CheckpointException``
     on every rank if a rank could not plan.
     """
-    directory = writer._rank_save.settings.directory
-    counted = Counted() if cache is None else cache.count(directory)
+    save, metadata = writer._rank_save, None
+    counted = Counted() if cache is None else cache.count(save.settings.directory)
     use_dist = dist.is_available() and dist.is_initialized()
     session = SaveSession(process_group, use_dist, coordinator_rank)
     session.cache = cache
@@ -250,7 +237,7 @@ def plan_save(
             planner.flatten_sharded_tensors,
             dedup_save_to_lowest_rank=planner.dedup_save_to_lowest_rank,
         )
-    coordination = coordination_of(session)
+    key, coordination = planner_key(planner), coordination_of(session)
     group = (
         # Differs, on all ranks alike, once a group is destroyed and made again.
         weakref.ref(process_group or dist.group.WORLD) if use_dist else None,
@@ -258,102 +245,65 @@ def plan_save(
         coordination.rank,
         coordination.world_size,
     )
-    alone = cache if cache is not None and plans_alone(cache.plans, group=group) else None
-    arguments = _SaveArguments(
-        state_dict=state_dict,
-        planner=planner,
-        configuration=planner_key(planner),
-        group=group,
-        coordination=coordination,
-        writer=writer,
-        reused=alone.reusable_metadata() if alone and coordination.is_coordinator else None,
-    )
+    plans = None if cache is None else cache.plans
     if coordination.is_coordinator:
-        _log.info("saving: path=%s ranks=%d", directory, coordination.world_size)
-    if alone is not None:
-        session.save, session.save_here = counted.save, counted.save_here
-        session.reused_plans = alone.all_plans
-        metadata = arguments.reused
-        if not _prepare_known(arguments, alone, session):
-            metadata = _plan(arguments, session, alone=True)
-    else:
-        metadata = _plan(arguments, session, alone=False)
-    if cache is not None and writer._rank_save.split is not None:
-        cache._begun.append(weakref.ref(writer._rank_save.split))
+        _log.info("saving: path=%s ranks=%d", save.settings.directory, coordination.world_size)
+    try:
+        if cache is None or plans is None or not plans.are_agreed_in(group):
+            final, metadata, session.save = plan_together(
+                state_dict, writer, planner, session, cache, (group, key)
+            )
+            session.save_here = session.save
+            _prepare(writer, planner, final, session)
+        else:
+            session.save, session.save_here = counted.save, counted.save_here
+            session.reused_plans = cache.all_plans
+            metadata = cache.reusable_metadata() if coordination.is_coordinator else None
+            is_known = plans.planner == key and _prepare_known(
+                state_dict, writer, planner, session, cache.known
+            )
+            if not is_known:
+                local = local_plan(state_dict, writer, planner, session)
+                final = plans.final_for(local, key)
+                session.changed_plan = None if final is plans.final else local
+                _prepare(writer, planner, final, session)
+                if final is plans.final:
+                    cache.known = save.learn(state_dict, planner, cache.known)
+    except Exception as error:  # finalising reports it to every rank
+        save.fail_later(as_save_error(error, coordination.rank))
+    if cache is not None and save.split is not None:
+        cache._begun.append(weakref.ref(save.split))
     return metadata, session
 
 
 def _prepare_known(
-    arguments: _SaveArguments,
-    cache: CheckpointMetadataCache,
+    state_dict: dict[str, Any],
+    writer: FileSystemWriterAsync,
+    planner: SavePlanner,
     session: SaveSession,
+    known: KnownSave | None,
 ) -> bool:
-    """Prepare a save without planning, if the last one had the same planner settings and structure.
-
-    Returns whether the save is prepared, or has failed; if not, it must be planned. The session's
-    planner is set.
-    """
-    known, plans, writer = cache.known, cache.plans, arguments.writer
-    if known is None or plans is None or plans.planner != arguments.configuration:
+    """Prepare a save without planning, if the last one had the same structure; whether it has."""
+    if known is None or known.structure is None or (voucher := vouched(planner)) is None:
         return False
-    if (voucher := vouched(arguments.planner)) is None:
+    if known.naming.file_format is not writer._rank_save.settings.file_format:
         return False
-    settings = writer._rank_save.settings
-    if known.structure is None or known.naming.file_format is not settings.file_format:
+    sources = known.structure.find(state_dict, voucher.serialize)
+    if sources is None:
         return False
-    session.planner = arguments.planner
-    try:
-        sources = known.structure.find(arguments.state_dict, voucher.serialize)
-        if sources is None:
-            return False
-        # As local_plan() does.
-        writer.set_up_storage_writer(
-            session.is_coordinator, rank=session.rank, use_collectives=True
-        )
-        writer.prepare_local_plan(known.share.plan)
-        writer._rank_save.prepare_known(known, sources)
-    except Exception as error:  # finalising reports it to every rank
-        arguments.fail_later(error)
+    session.planner = planner
+    # As local_plan() does.
+    writer.set_up_storage_writer(session.is_coordinator, rank=session.rank, use_collectives=True)
+    writer.prepare_local_plan(known.share.plan)
+    writer._rank_save.prepare_known(known, sources)
     return True
 
 
-def _plan(arguments: _SaveArguments, session: SaveSession, *, alone: bool) -> Metadata | None:
-    """Plan a save, alone if all ranks agreed to be ``alone``; returns its metadata, if any."""
-    cache, planner, writer = session.cache, arguments.planner, arguments.writer
-    local: SavePlan | _torch.WrappedException
-    try:
-        local = local_plan(arguments.state_dict, writer, planner, session)
-    except Exception as error:  # reported to every rank, now or when finalising
-        local = _torch.wrap_exception(error)
-    if alone and not isinstance(local, SavePlan):
-        arguments.fail_later(local[0])
-        return arguments.reused
-    route: Route = Together()
-    if cache is not None and isinstance(local, SavePlan):
-        route = choose_route(
-            cache.plans, group=arguments.group, planner=arguments.configuration, local=local
-        )
-    metadata = arguments.reused
-    try:
-        match route:
-            case Together():
-                identity = (arguments.group, arguments.configuration)
-                final, metadata, session.save = plan_together(
-                    local, writer, planner, arguments.coordination, cache, identity
-                )
-                session.save_here = session.save
-            case Reuse(final):
-                pass
-            case Changed(final, local_plan_now):
-                session.changed_plan = local_plan_now
-            case _:
-                assert_never(route)
-        with planner_failures():
-            writer.prepare_write_data(planner.finish_plan(final), planner)
-        if cache is not None and isinstance(route, Reuse):
-            cache.known = writer._rank_save.learn(arguments.state_dict, planner, cache.known)
-    except Exception as error:  # finalising reports it to every rank
-        arguments.fail_later(error)
+def _prepare(
+    writer: FileSystemWriterAsync, planner: SavePlanner, final: SavePlan, session: SaveSession
+) -> None:
+    """Prepare a save by this rank's final plan."""
+    with planner_failures():
+        writer.prepare_write_data(planner.finish_plan(final), planner)
     session.planner = copy(planner)
     vars(session.planner).pop("state_dict", None)  # keeps no tensor of this save alive
-    return metadata
