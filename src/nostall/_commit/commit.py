@@ -27,7 +27,6 @@ from nostall._model.names import (
     is_ours_to_remove,
     order_of_commit,
 )
-from nostall._model.values import Abort, Commit, Verdict
 from nostall._model.wording import some
 from nostall._storage.locations import is_address, storage_at
 from nostall._storage.port import (
@@ -50,13 +49,12 @@ from nostall.errors import (
 _log = logging.getLogger("nostall")
 
 
-def collect(outcomes: Sequence[Any]) -> Verdict:
-    """Commit if no rank failed; otherwise abort and name every failed rank.
+def collect(outcomes: Sequence[Any]) -> dict[int, Any]:
+    """The failures of ranks, by rank; a save is committed only if there are none.
 
     ``outcomes`` are, in rank order, write results or failures, the latter tuples of DCP's form.
     """
-    failures = {rank: each for rank, each in enumerate(outcomes) if isinstance(each, tuple)}
-    return Abort(failures=failures) if failures else Commit(results=list(outcomes))
+    return {rank: each for rank, each in enumerate(outcomes) if isinstance(each, tuple)}
 
 
 def require_one_result_each(

@@ -2,14 +2,14 @@
 
 Values shared with the writer process are in ``_model.jobs``. Each value is made by one stage and
 only read by later ones. Nothing here imports torch. ``Container`` describes one item's bytes,
-``Slot`` and ``FileLayout`` their place in a file, ``Commit`` and ``Abort`` the outcome of a save.
+``Slot`` and ``FileLayout`` their place in a file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from nostall._model.jobs import Seal, SealTable, page_aligned
 
@@ -178,22 +178,3 @@ class RankFiles(NamedTuple):
     belong to a checkpoint."""
     final_path: str | None = None
     """The final directory, if the checkpoint is committed in another one first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commit:
-    """Every rank wrote all of its planned items."""
-
-    results: list[list[Any]]
-    """DCP's write results of each rank, in rank order."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Abort:
-    """At least one rank failed."""
-
-    failures: dict[int, Any]
-    """By rank, in the form in which DCP sends exceptions."""
-
-
-Verdict: TypeAlias = Commit | Abort

@@ -35,12 +35,12 @@ from nostall._commit.publication import KnownResults, Publication, complete_meta
 from nostall._engine import default_engine
 from nostall._model import checksum
 from nostall._model.threads import gc_paused
-from nostall._model.values import Abort, RankFiles, SaveId, WrittenFile
+from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
 from nostall._save.plans_by_name import NamedGlobalPlan
 from nostall._save.prepared import WrittenItems
-from nostall._save.publish import FinishedMetadata, is_unpublished, publish, remove_unpublished
+from nostall._save.publish import FinishedSave, is_unpublished, publish, remove_unpublished
 from nostall._storage.deadlines import call_with_deadline
 from nostall._storage.locations import is_same, storage_at
 from nostall._storage.port import open_to_read, read_metadata
@@ -136,11 +136,6 @@ class Ending:
     slowest_rank: int | None = None
 
 
-_Ready = tuple[Publication, Metadata, FinishedMetadata, Ending]
-"""A save that only has to be published: its publication, the metadata it was made from, the content
-of the metadata file, and what the ranks are told then."""
-
-
 def commit_split_save(
     save: RankSave,
     messages: Sequence[RankMessage | bytes],
@@ -157,12 +152,10 @@ def commit_split_save(
     """
     is_published = False
     try:
-        ready = _decide(save, messages, planned, session, storage_meta, known)
-        if isinstance(ready, Abort):
-            return Ending(failures=ready.failures, published=False, changed=True)
-        publication, metadata, finished, ending = ready
-        is_published = True  # assumed until an error rules it out
-        publish(save, publication, metadata, finished)
+        finished, ending = _decide(save, messages, planned, session, storage_meta, known)
+        if finished is not None:
+            is_published = True  # assumed until an error rules it out
+            publish(save, finished)
     except Exception as error:  # sent to every rank
         return Ending(
             failures={session.rank: sendable(_torch.wrap_exception(error))},
@@ -182,13 +175,13 @@ def _decide(
     session: SaveSession,
     storage_meta: Callable[[], StorageMeta | None],
     known: KnownResults,
-) -> _Ready | Abort:
-    """The save to publish, or the failures of ranks."""
+) -> tuple[FinishedSave | None, Ending]:
+    """The save to publish, ``None`` if a rank failed; and what the ranks are told then."""
     of_ranks = decoded(messages)
     outcomes = [each.outcome for each in of_ranks]
-    verdict = collect(known.fill_in(outcomes))
-    if isinstance(verdict, Abort):
-        return verdict
+    results: list[Any] = known.fill_in(outcomes)
+    if failures := collect(results):
+        return None, Ending(failures=failures, published=False, changed=True)
     written = [each.written for each in of_ranks]
     _require_written_here(save, written)
     require_one_save(
@@ -203,7 +196,7 @@ def _decide(
         planned = replanned_metadata(changed, session.reused_plans, session.planner)
     if planned is None:
         raise SaveError("the coordinator has no metadata to publish", phase="commit")
-    publication = _publication(planned, outcomes, verdict.results, known, may_be_known=not changed)
+    publication = _publication(planned, outcomes, results, known, may_be_known=not changed)
     ending = Ending(
         failures={},
         published=True,
@@ -211,7 +204,7 @@ def _decide(
         series=None if all(each.counts_alike for each in of_ranks) else new_series(),
         slowest_rank=max(range(len(of_ranks)), key=lambda rank: of_ranks[rank].duration_s),
     )
-    return publication, planned, _finished(publication, written, storage_meta()), ending
+    return _finished(planned, publication, written, storage_meta()), ending
 
 
 def commit_results(
@@ -241,9 +234,9 @@ def commit_results(
     try:
         _require_written_here(save, written)
         publication = _publication_by_dcp(metadata, results, plan)
-        finished = _finished(publication, written, storage_meta())
+        finished = _finished(metadata, publication, written, storage_meta())
         is_published = True  # assumed until an error rules it out
-        publish(save, publication, metadata, finished)
+        publish(save, finished)
         is_committed = True
     except Exception as error:  # passed on; files that nothing refers to go
         if not is_published or is_unpublished(error):
@@ -289,11 +282,11 @@ def _publication_by_dcp(
         (nullcontext(), KnownResults()) if plan is None else (plan.lock, plan.results)
     )
     with plan_lock:
-        verdict = collect(known.fill_in(outcomes))
-        if isinstance(verdict, Abort):
-            raise next(iter(verdict.failures.values()))[0]
+        filled_in: list[Any] = known.fill_in(outcomes)
+        for failure, *_ in collect(filled_in).values():
+            raise failure
         planned = planned if plan is None else plan.as_planned(planned)
-        return _publication(planned, outcomes, verdict.results, known)
+        return _publication(planned, outcomes, filled_in, known)
 
 
 # --- its parts ------------------------------------------------------------------------------------
@@ -332,34 +325,26 @@ def _publication(
     """The last save's publication if it had these results and metadata; else a new one, kept.
 
     ``results`` are those that the outcomes are or refer to. ``may_be_known`` is false for new
-    metadata.
+    metadata. ``IncompleteSaveError`` if an item of the metadata was not written.
     """
     publication = known.publication(outcomes, planned) if may_be_known else None
     if publication is None:
-        publication = _publication_of_results(planned, known.under_new_names(outcomes, results))
+        completed = complete_metadata(planned, known.under_new_names(outcomes, results))
+        publication = publication_of(completed)
+        if publication.index is None:  # an index has a place of each item, and no other
+            require_all_present(planned_indices(completed), completed.storage_data)
         known.note_published(outcomes, planned, publication)
     return publication
 
 
 @gc_paused()
-def _publication_of_results(metadata: Metadata, results: Sequence[RankResults]) -> Publication:
-    """The publication of a save; ``IncompleteSaveError`` if an item of the metadata was not
-    written.
-    """
-    completed = complete_metadata(metadata, results)
-    publication = publication_of(completed)
-    if publication.index is None:  # an index has a place of each item, and no other
-        require_all_present(planned_indices(completed), completed.storage_data)
-    return publication
-
-
-@gc_paused()
 def _finished(
+    metadata: Metadata,
     publication: Publication,
     written: Sequence[RankFiles | None],
     storage_meta: StorageMeta | None,
-) -> FinishedMetadata:
-    """The content of a checkpoint's metadata file; with a manifest if all files are known."""
+) -> FinishedSave:
+    """The save with its metadata file's content; with a manifest if all files are known."""
     content = publication.content(storage_meta)
     file_lists = [each.files for each in written if each is not None and each.files is not None]
     # With a partial manifest the other files would look like foreign ones.
@@ -377,7 +362,13 @@ def _finished(
             committed_at_s=time.time(),
         )
     left = chain.from_iterable(each.left for each in written if each is not None)
-    return FinishedMetadata(content=content, storage_meta=storage_meta, left=frozenset(left))
+    return FinishedSave(
+        metadata=metadata,
+        publication=publication,
+        content=content,
+        storage_meta=storage_meta,
+        left=frozenset(left),
+    )
 
 
 # --- the metadata that ``dcp.save`` returns on every rank -----------------------------------------

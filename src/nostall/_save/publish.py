@@ -56,24 +56,25 @@ progress.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedMetadata:
-    """The content of a metadata file."""
+class FinishedSave:
+    """A save that only has to be published."""
 
+    metadata: Metadata
+    """The object that the publication was made from."""
+    publication: Publication
     content: Sequence[bytes]
-    """In pieces."""
+    """The content of the metadata file, in pieces."""
     storage_meta: StorageMeta | None
     """DCP's part that is specific to this save."""
     left: frozenset[str]
     """Names of files that ranks made for earlier saves of unknown outcome."""
 
 
-def publish(
-    save: RankSave, publication: Publication, metadata: Metadata, finished: FinishedMetadata
-) -> None:
+def publish(save: RankSave, finished: FinishedSave) -> None:
     """Publish finished metadata, and remove the files of the checkpoint that it replaces.
 
-    The visit of ``save`` ends before another save may commit here. ``metadata`` is the object that
-    ``publication`` was made from; one that stock ``dcp.save`` has passed is completed, as by stock.
+    The visit of ``save`` ends before another save may commit here. Metadata that stock ``dcp.save``
+    has passed is completed, as by stock.
 
     ``WriteError`` if the metadata could not be published, or the directory was removed and made
     again meanwhile. ``SaveTimeoutError`` if another save was committing to the same directory all
@@ -84,6 +85,7 @@ def publish(
     directory, name = settings.directory, settings.metadata_name
     path, timeout_s = os.path.join(directory, name), engine.options.save_timeout_s
     storage = storage_at(directory, sync=settings.sync_files)
+    metadata, publication = finished.metadata, finished.publication
     is_stocks_object = metadata.storage_data is None
     mine = [each.name for each in save.state.receipts[:1] if settings.stream is None]
     point = _PointOfNoReturn(storage, mine, Faults(engine.faults))
