@@ -18,10 +18,10 @@ import math
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.utils.serialization import config
 
 from nostall import _torch
@@ -30,14 +30,6 @@ from nostall._model.values import Container, ItemShape, PlannedSave, Share, Tens
 from nostall._model.wording import some
 from nostall._plan.formats import build_container, entry_of
 from nostall.errors import StagingError
-
-
-class Resolver(Protocol):
-    """The part of ``SavePlanner`` that is used here."""
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The live tensor, or the serialised object, behind a planned item."""
-
 
 _NAMED = 3
 """How many items an error names."""
@@ -68,7 +60,7 @@ def require_representable(plan: SavePlan, file_format: FileFormat, *, rank: int)
 
 
 def plan_rank(
-    plan: SavePlan, resolver: Resolver, *, rank: int, file_format: FileFormat, path: str | None
+    plan: SavePlan, planner: SavePlanner, *, rank: int, file_format: FileFormat, path: str | None
 ) -> PlannedSave:
     """Resolve every item of a rank's final plan; ``path``, the checkpoint, is for errors.
 
@@ -80,7 +72,7 @@ def plan_rank(
     items: list[_Item] = []
     for item in plan.items:
         try:
-            value: Any = resolver.resolve_data(item)
+            value: Any = planner.resolve_data(item)
             if file_format is FileFormat.SAFETENSORS:
                 items.append(_plan_bare(item, value))
             elif item.type == WriteItemType.BYTE_IO:

@@ -26,7 +26,7 @@ from typing import Any, cast, get_args
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import SerializationFormat
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
@@ -38,7 +38,7 @@ from nostall._model.names import AS_SAFETENSORS, FileFormat
 from nostall._model.progress import Progress
 from nostall._model.threads import gc_paused
 from nostall._model.values import Layout, PlannedSave, RankFiles, Share, WrittenFile
-from nostall._plan.items import Resolver, plan_rank
+from nostall._plan.items import plan_rank
 from nostall._plan.layout import FileNaming, Packing, with_naming
 from nostall._plan.structure import OPENERS, KnownStructure, Openers, learn_structure
 from nostall._ranks.failures import error_of
@@ -259,13 +259,13 @@ class PreparedSave:
 
 @gc_paused()
 def prepare(
-    plan: SavePlan, resolver: Resolver, *, target: SaveTarget, engine: Engine
+    plan: SavePlan, planner: SavePlanner, *, target: SaveTarget, engine: Engine
 ) -> PreparedSave:
     """Resolve a final plan and lay it out; ``StagingError`` if an item could not be resolved."""
     settings = target.settings
     planned = plan_rank(
         plan,
-        resolver,
+        planner,
         rank=settings.rank,
         file_format=settings.file_format,
         path=settings.directory,

@@ -25,7 +25,6 @@ from nostall._memory.overlap import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.progress import SaveState
 from nostall._model.values import RankFiles
-from nostall._plan.items import Resolver
 from nostall._plan.planner import vouched
 from nostall._plan.structure import OPENERS
 from nostall._ranks.group import Coordination, Membership
@@ -149,10 +148,10 @@ class RankSave:
             timeout_s=default_engine().options.save_timeout_s,
         )
 
-    def prepare(self, plan: SavePlan, resolver: Resolver) -> None:
+    def prepare(self, plan: SavePlan, planner: DCPSavePlanner) -> None:
         """Resolve and lay out a split save's final plan; ``StagingError`` if an item cannot be."""
         with self._target(plan) as target:
-            prepared = prepare(plan, resolver, target=target, engine=default_engine())
+            prepared = prepare(plan, planner, target=target, engine=default_engine())
         self.state = SplitSave(prepared)
 
     def prepare_known(
@@ -200,10 +199,10 @@ class RankSave:
         """Record that planning failed on this rank; reported when the save is finalised."""
         self.state = Failed(error)
 
-    def write_now(self, plan: SavePlan, resolver: Resolver) -> WrittenItems:
+    def write_now(self, plan: SavePlan, planner: DCPSavePlanner) -> WrittenItems:
         """Plan and write this rank's share while the caller waits; ``SaveError`` if that fails."""
         self._take_staging()
-        prepared, sent_token = self._prepared_by_name(plan, resolver)
+        prepared, sent_token = self._prepared_by_name(plan, planner)
         visit = prepared.target.visit
         try:
             prepared, report = _write(prepared, default_engine())
@@ -227,20 +226,20 @@ class RankSave:
         return WrittenItems((), written, outcome)
 
     def _prepared_by_name(
-        self, plan: SavePlan, resolver: Resolver
+        self, plan: SavePlan, planner: DCPSavePlanner
     ) -> tuple[PreparedSave, str | None]:
         """The prepared save, and the token of its results that the coordinator has."""
         self.named_plan = None  # of an earlier save of this writer
-        if not isinstance(resolver, SavePlanner):
+        if not isinstance(planner, SavePlanner):
             with self._target(plan) as target:
-                return prepare(plan, resolver, target=target, engine=default_engine()), None
-        self.named_plan = resolver.named_plan
+                return prepare(plan, planner, target=target, engine=default_engine()), None
+        self.named_plan = planner.named_plan
         try:
             with self._target(plan) as target:
-                prepared = resolver.prepare(plan, target, default_engine())
+                prepared = planner.prepare(plan, target, default_engine())
         finally:
-            resolver.forget_state()
-        return prepared, resolver.sent_token
+            planner.forget_state()
+        return prepared, planner.sent_token
 
     def _take_staging(self) -> None:
         """Adopt the staging's figures, and refuse a copy that failed (``StagingError``).

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import psutil
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from nostall import _torch
 from nostall._engine import default_engine
@@ -18,7 +18,6 @@ from nostall._model.jobs import RankReport
 from nostall._model.names import METADATA_NAME
 from nostall._model.threads import spawn_or_run
 from nostall._model.values import RankFiles
-from nostall._plan.items import Resolver
 from nostall._save.prepared import PreparedSave, SaveTarget, WriterSettings, WrittenItems
 from nostall._save.rank_save import RankSave, Staging
 from nostall._storage.deadlines import may_hold, must_stay
@@ -175,8 +174,8 @@ class TieredSave(RankSave):
         with super()._target(plan, replaces=replaces) as target:
             yield target
 
-    def write_now(self, plan: SavePlan, resolver: Resolver) -> WrittenItems:
-        items = super().write_now(plan, resolver)
+    def write_now(self, plan: SavePlan, planner: SavePlanner) -> WrittenItems:
+        items = super().write_now(plan, planner)
         self._bring(items.written)
         return items
 
