@@ -27,7 +27,8 @@ from torch.utils.serialization import config
 
 import nostall
 from nostall._model.checksum import combine_hash
-from nostall._plan.formats import build_container
+from nostall._model.values import Container
+from nostall._plan.formats import with_seal
 from nostall._plan.items import container_skeleton
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NostallError
@@ -490,13 +491,7 @@ def _sealed_around(
     nbytes: int, crc32: int
 ) -> tuple[bytes, bytes, list[tuple[int, bytes]], tuple[int, int]]:
     """Prefix, suffix, patches, and the suffix's bounds, for a tensor of that many bytes."""
-    skeleton = container_skeleton(torch.uint8, (nbytes,), (1,))
-    container = build_container(
-        prefix=skeleton.prefix,
-        payload_nbytes=skeleton.payload_nbytes,
-        suffix=skeleton.suffix,
-        checksums=True,
-    )
+    container = with_seal(container_skeleton(torch.uint8, (nbytes,), (1,)), checksums=True)
     assert container.seal is not None
     assert container.payload_nbytes == nbytes
     begin = len(container.prefix) + nbytes
@@ -559,15 +554,9 @@ def test_a_sealed_container_is_what_torch_save_writes(payload: bytes) -> None:
 
 def test_a_container_without_checksums_has_nothing_to_seal() -> None:
     """Switched off or empty, a container is complete as it is."""
-    skeleton = container_skeleton(torch.uint8, (5,), (1,))
-    off = build_container(
-        prefix=skeleton.prefix, payload_nbytes=5, suffix=skeleton.suffix, checksums=False
-    )
+    off = with_seal(container_skeleton(torch.uint8, (5,), (1,)), checksums=False)
     assert off.seal is None
-    empty = container_skeleton(torch.uint8, (0, 4), (4, 1))
-    whole = build_container(
-        prefix=empty.prefix, payload_nbytes=0, suffix=empty.suffix, checksums=True
-    )
+    whole = with_seal(container_skeleton(torch.uint8, (0, 4), (4, 1)), checksums=True)
     assert whole.seal is None
     assert whole.prefix + whole.suffix == saved_alone(torch.empty((0, 4), dtype=torch.uint8))
 
@@ -580,7 +569,8 @@ def test_a_container_of_another_form_is_refused() -> None:
         archive.writestr("archive/version", b"3\n")
     content = stream.getvalue()
     begin = content.index(b"archive/data/0") + len(b"archive/data/0")
+    container = Container(
+        prefix=content[:begin], payload_nbytes=16, suffix=content[begin + 16 :], seal=None
+    )
     with pytest.raises(NostallError, match="serialization_id"):
-        build_container(
-            prefix=content[:begin], payload_nbytes=16, suffix=content[begin + 16 :], checksums=True
-        )
+        with_seal(container, checksums=True)

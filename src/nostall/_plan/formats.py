@@ -35,7 +35,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nostall._model.checksum import ID_DIGITS, combine_hash
@@ -65,16 +65,15 @@ class _Record:
         return self.data_at + self.nbytes + 4
 
 
-def build_container(
-    *, prefix: bytes, payload_nbytes: int, suffix: bytes, checksums: bool
-) -> Container:
-    """Locate the bytes of a skeleton that depend on its payload, which it omits.
+def with_seal(container: Container, *, checksums: bool) -> Container:
+    """A container that knows which of its bytes depend on its payload.
 
-    ``checksums`` is false if torch is configured to leave CRCs at zero. ``NostallError`` if the
-    skeleton is not a container of the known form.
+    ``checksums`` is false if torch is configured to leave CRCs at zero. ``NostallError`` if it is
+    not of the known form.
     """
+    prefix, payload_nbytes, suffix = container.prefix, container.payload_nbytes, container.suffix
     if not checksums or not payload_nbytes:
-        return Container(prefix=prefix, payload_nbytes=payload_nbytes, suffix=suffix, seal=None)
+        return container
     records = list(_records(prefix, payload_nbytes, suffix))
     payload = next(i for i, r in enumerate(records) if r.name.endswith(b"/data/0"))
     identifier = records[-1]
@@ -105,7 +104,7 @@ def build_container(
         id_names=suffix[id_in_suffix : id_in_suffix + ID_DIGITS],
         id_crc_at=(identifier.descriptor_crc_at, identifier.directory_crc_at),
     )
-    return Container(prefix=prefix, payload_nbytes=payload_nbytes, suffix=suffix, seal=seal)
+    return replace(container, seal=seal)
 
 
 def _records(prefix: bytes, payload_nbytes: int, suffix: bytes) -> Iterator[_Record]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import math
 import os
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO, Any, cast
 
@@ -28,7 +27,7 @@ from nostall import _torch
 from nostall._model.names import FileFormat
 from nostall._model.values import Container, ItemShape, PlannedSave, Share, TensorEntry, TensorForm
 from nostall._model.wording import some
-from nostall._plan.formats import build_container, entry_of
+from nostall._plan.formats import entry_of, with_seal
 from nostall.errors import StagingError
 
 _NAMED = 3
@@ -160,15 +159,9 @@ def _container(
     dtype: torch.dtype,
     size: tuple[int, ...],
     stride: tuple[int, ...],
-    _settings: _Settings,  # part of the cache key: they change what torch writes
+    settings: _Settings,  # part of the cache key: they change what torch writes
 ) -> Container:
-    skeleton = container_skeleton(dtype, size, stride)
-    return build_container(
-        prefix=skeleton.prefix,
-        payload_nbytes=skeleton.payload_nbytes,
-        suffix=skeleton.suffix,
-        checksums=skeleton.checksums,
-    )
+    return with_seal(container_skeleton(dtype, size, stride), checksums=settings[0])
 
 
 def _run(item: WriteItem, content: bytes, *, weight: int) -> _Item:
@@ -207,30 +200,16 @@ class _Skeleton(io.RawIOBase):
         return sum(map(len, self.parts)) + self.gap_nbytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContainerSkeleton:
-    """The file form of a tensor in ``torch.save``, without the payload."""
-
-    prefix: bytes
-    payload_nbytes: int
-    suffix: bytes
-    checksums: bool
-    """Whether torch is set to store CRCs."""
-
-
 def container_skeleton(
     dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...]
-) -> ContainerSkeleton:
-    """The container of a plain CPU tensor with its own exact storage, from ``torch.save``."""
+) -> Container:
+    """The container of a plain CPU tensor with its own exact storage, by ``torch.save``."""
     # Never touched (unless torch is set to be deterministic): it takes no memory, however large.
     stand_in = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     skeleton = _Skeleton()
     with torch.serialization.skip_data():
         torch.save(stand_in, cast("IO[bytes]", skeleton))
     before, after = skeleton.parts if skeleton.gap_nbytes else (b"", b"".join(skeleton.parts))
-    return ContainerSkeleton(
-        prefix=bytes(before),
-        payload_nbytes=skeleton.gap_nbytes,
-        suffix=bytes(after),
-        checksums=bool(torch.serialization.get_crc32_options()),
+    return Container(
+        prefix=bytes(before), payload_nbytes=skeleton.gap_nbytes, suffix=bytes(after), seal=None
     )
