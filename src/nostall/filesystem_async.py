@@ -42,7 +42,8 @@ from nostall._save.prepared import (
     settings_of,
     write_results,
 )
-from nostall._save.rank_save import RankSave, Staging
+from nostall._save.rank_save import RankSave
+from nostall._save.stager import Staging
 from nostall._storage.locations import is_address, is_place, local_tier_of, place_of
 from nostall.options import StagingMode
 from nostall.stats import SaveStats

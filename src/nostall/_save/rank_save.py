@@ -21,13 +21,12 @@ from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 from nostall import _torch
 from nostall._commit.columns import Results, ResultsReference, in_columns
 from nostall._engine import Engine, default_engine
-from nostall._memory.overlap import SnapshotFence
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.progress import SaveState
 from nostall._model.values import RankFiles
 from nostall._plan.planner import vouched
 from nostall._plan.structure import OPENERS
-from nostall._ranks.group import Coordination, Membership
+from nostall._ranks.group import Coordination
 from nostall._save.planner_by_name import SavePlanner
 from nostall._save.plans_by_name import NamedGlobalPlan
 from nostall._save.prepared import (
@@ -47,7 +46,7 @@ from nostall._save.prepared import (
 from nostall._save.publish import files_of
 from nostall._save.split_save import SplitSave
 from nostall._save.stage_and_write import wait_for, write_in_background
-from nostall._save.stager import stage_for_later, take_over
+from nostall._save.stager import Staging, stage_for_later, take_over
 from nostall._save.write_directly import write_directly
 from nostall._storage.deadlines import call_with_deadline, make_ready, remove_with_deadline
 from nostall._storage.directories import Visit, has_failed_in
@@ -83,16 +82,6 @@ class SynchronousSave:
     receipts: tuple[FileReceipt, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staging:
-    """A copy that ``dcp.async_save`` has asked for before planning."""
-
-    fence: SnapshotFence | None
-    timeline: Timeline
-    ranks: Membership
-    """The ranks of the call; the thread that saves may run after their group was destroyed."""
-
-
 class RankSave:
     """One rank's part of one save, after its ``staging``, if any."""
 
@@ -125,13 +114,9 @@ class RankSave:
         :func:`~nostall._save.stager.stage_for_later`.
         """
         self.staged_for_next = None
-        timeline = Timeline()
-        rank = ranks.rank if ranks.world_size > 1 else None
-        staged = stage_for_later(state_dict, default_engine(), timeline, self.settings, rank=rank)
-        self._staging = self.staged_for_next = Staging(
-            fence=staged.fence, timeline=timeline, ranks=Membership(ranks)
-        )
-        return staged.copied
+        copied, self._staging = stage_for_later(state_dict, default_engine(), self.settings, ranks)
+        self.staged_for_next = self._staging
+        return copied
 
     def make_ready(self) -> None:
         """Make the directory; ``CheckpointExistsError`` if it has a checkpoint not to be replaced.
@@ -194,10 +179,6 @@ class RankSave:
                 learned = replace(learned, token=known.token)
         split.prepared = as_known(split.prepared, learned)
         return learned
-
-    def fail_later(self, error: NostallError) -> None:
-        """Record that planning failed on this rank; reported when the save is finalised."""
-        self.state = Failed(error)
 
     def write_now(self, plan: SavePlan, planner: DCPSavePlanner) -> WrittenItems:
         """Plan and write this rank's share while the caller waits; ``SaveError`` if that fails."""

@@ -36,6 +36,7 @@ from nostall._plan.planner import as_save_error, planner_failures, planner_key, 
 from nostall._ranks.group import Membership, Records, coordination_of
 from nostall._save.planner_by_name import SavePlanner as PlannerByName
 from nostall._save.prepared import KnownSave
+from nostall._save.rank_save import Failed
 from nostall._save.split_save import SplitSave
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ def plan_save(
                 if final is plans.final:
                     cache.known = save.learn(state_dict, planner, cache.known)
     except Exception as error:  # finalising reports it to every rank
-        save.fail_later(as_save_error(error, coordination.rank))
+        save.state = Failed(as_save_error(error, coordination.rank))
     if cache is not None and save.split is not None:
         cache._begun.append(weakref.ref(save.split))
     return metadata, session

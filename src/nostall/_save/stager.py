@@ -44,6 +44,7 @@ from nostall._model.values import ItemShape, Layout
 from nostall._plan.items import plan_rank
 from nostall._plan.layout import FileNaming, Packing
 from nostall._ranks.failures import error_of, failure_of
+from nostall._ranks.group import Coordination, Membership
 from nostall._save.prepared import PreparedSave, WriterSettings
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, StagingError
 from nostall.options import is_possible_wait, require_integer
@@ -53,39 +54,41 @@ _log = logging.getLogger("nostall")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """A state dict that is copied, or is being copied."""
+class Staging:
+    """A copy that ``dcp.async_save`` has asked for before planning."""
 
-    copied: dict[str, Any] | Future[Any]
-    """With overlapped staging a future, which never raises."""
     fence: SnapshotFence | None
     """Says whether the copy is valid and tensors may change; ``None`` if both are true."""
+    timeline: Timeline
+    ranks: Membership
+    """The ranks of the call; the thread that saves may run after their group was destroyed."""
 
 
 def stage_for_later(
-    state_dict: Mapping[str, Any],
-    engine: Engine,
-    timeline: Timeline,
-    settings: WriterSettings,
-    *,
-    rank: int | None,
-) -> Staged:
+    state_dict: Mapping[str, Any], engine: Engine, settings: WriterSettings, ranks: Coordination
+) -> tuple[dict[str, Any] | Future[Any], Staging]:
     """Copy a state dict into snapshot memory, if possible to its places in the image; with
     overlapped staging, during training.
 
-    ``rank`` is this rank if others save with it. Then a failed copy is replaced by an object that
-    fails the save on every rank; with ``None`` the error is raised, such as ``SaveTimeoutError``
-    (earlier saves still hold all snapshot memory) or ``ReservationError`` (not enough host memory).
+    Returns the copy, with overlapped staging a future, which never raises. If others of ``ranks``
+    save with this one, a failed copy is replaced by an object that fails the save on every rank.
+    Otherwise the error is raised, such as ``SaveTimeoutError`` (earlier saves still hold all
+    snapshot memory) or ``ReservationError`` (not enough host memory).
     """
+    timeline = Timeline()
+    copied: dict[str, Any] | Future[Any]
+    fence: SnapshotFence | None = None
     try:
         if settings.staging == "overlapped":
-            return _copy_in_background(state_dict, engine, timeline, settings)
-        return Staged(copied=_copy(state_dict, engine, timeline, settings), fence=None)
+            copied, fence = _copy_in_background(state_dict, engine, timeline, settings)
+        else:
+            copied = _copy(state_dict, engine, timeline, settings)
     except Exception as error:  # fails the save on every rank
-        if rank is None:
+        if ranks.world_size == 1:
             raise
         _log.error("the snapshot could not be taken: path=%s: %s", settings.directory, error)
-        return _substitute(state_dict, error, settings, rank=rank)
+        copied, fence = _substitute(state_dict, error, settings, rank=ranks.rank)
+    return copied, Staging(fence=fence, timeline=timeline, ranks=Membership(ranks))
 
 
 def _copy(
@@ -103,7 +106,7 @@ def _copy(
 
 def _copy_in_background(
     state_dict: Mapping[str, Any], engine: Engine, timeline: Timeline, settings: WriterSettings
-) -> Staged:
+) -> tuple[Future[Any], SnapshotFence]:
     """Copy during training. The future never raises.
 
     DCP waits for it before it communicates, so an error would leave other ranks waiting for this
@@ -135,7 +138,7 @@ def _copy_in_background(
         future.set_result(staged)
 
     done.add_done_callback(settle)
-    return Staged(copied=future, fence=fence)
+    return future, fence
 
 
 def _begin_copy(
@@ -174,7 +177,7 @@ def shapes_planned_alone(
 
 def _substitute(
     state_dict: Mapping[str, Any], error: Exception, settings: WriterSettings, *, rank: int
-) -> Staged:
+) -> tuple[dict[str, Any] | Future[Any], SnapshotFence]:
     """The substitute for a failed copy, which fails the save on other ranks: see ``Unstaged``."""
     failure = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
     failure.path = settings.directory
@@ -182,10 +185,10 @@ def _substitute(
     fence.end(failure.message)
     substitute = unstaged(state_dict, failure)
     if settings.staging != "overlapped":
-        return Staged(copied=substitute, fence=fence)
+        return substitute, fence
     future: Future[dict[str, Any]] = Future()
     future.set_result(substitute)
-    return Staged(copied=future, fence=fence)
+    return future, fence
 
 
 def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:

@@ -19,7 +19,8 @@ from nostall._model.names import METADATA_NAME
 from nostall._model.threads import spawn_or_run
 from nostall._model.values import RankFiles
 from nostall._save.prepared import PreparedSave, SaveTarget, WriterSettings, WrittenItems
-from nostall._save.rank_save import RankSave, Staging
+from nostall._save.rank_save import RankSave
+from nostall._save.stager import Staging
 from nostall._storage.deadlines import may_hold, must_stay
 from nostall._storage.directories import busy_in
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
