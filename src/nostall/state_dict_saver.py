@@ -333,7 +333,10 @@ def _outcome_of(
     results = writer.retrieve_write_results()
     if isinstance(results, list):
         files = () if split is None else split.prepared.files
-        return Results(items=in_columns(results), files=files, token=token)
+        try:
+            return Results(items=in_columns(results), files=files, token=token)
+        except Exception as error:  # of any kind: a subclass may return anything
+            results = _torch.wrap_exception(error)
     return sendable(results)
 
 

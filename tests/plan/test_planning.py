@@ -287,7 +287,7 @@ def test_one_process_plans_with_a_cache(tmp_path: Path) -> None:
 def test_metadata_made_of_other_objects_is_not_taken_for_what_was_published_last() -> None:
     """Also if the new objects lie where the old ones, which are gone, lay in memory."""
     known = KnownResults()
-    written = Results(items=[], files=(), token="token")
+    written = Results(items={}, files=(), token="token")
     first = Metadata(state_dict_metadata={"first": BytesStorageMetadata()}, storage_data={})
     known.note_published([written], first, publication_of(first))
     item: Any = BytesStorageMetadata()

@@ -34,7 +34,7 @@ def message(outcome: Any, written: RankFiles, save: SaveId | None = None) -> Ran
 
 @pytest.mark.parametrize("save", [None, SaveId(1 << 63, 3)])
 @pytest.mark.parametrize("files", [None, (), FILES])
-@pytest.mark.parametrize("outcome", [REFERENCE, Results(items=[], files=(), token=None)])
+@pytest.mark.parametrize("outcome", [REFERENCE, Results(items={}, files=(), token=None)])
 def test_a_message_arrives_as_it_was_sent(outcome: Any, files: Any, save: SaveId | None) -> None:
     """Whatever it holds."""
     written = RankFiles(directory="/d", files=files, left=("__9_9.distcp",), final_path="s3://b/d")

@@ -295,15 +295,15 @@ class ResultColumns:
             yield key, place
 
 
-RankResults: TypeAlias = ResultColumns | list[WriteResult]
-"""The results of a rank, as columns if they have the usual form."""
+RankPlaces: TypeAlias = ResultColumns | Mapping[MetadataIndex, Any]
+"""The items of a rank and their places in files, as columns if they have the usual form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
     """A rank's write results, in full."""
 
-    items: RankResults
+    items: RankPlaces
     files: tuple[str, ...]
     token: str | None
     """Identifies results that a later save may refer to."""
@@ -383,21 +383,13 @@ _PLACE_PARTS = 3
 """Numbers of attributes that instances have, without the optional one; others would be lost."""
 
 
-def in_columns(results: list[WriteResult]) -> RankResults:
-    """The results as columns if nothing is lost; otherwise the argument. Never raises."""
+def in_columns(results: list[WriteResult]) -> RankPlaces:
+    """The items and their places, as columns if nothing is lost."""
     try:
-        if any(type(each) is not WriteResult for each in results):
-            return results
         columns = columns_of((each.index, each.storage_data) for each in results)
-        if columns is None or list(columns.lengths) != [each.size_in_bytes for each in results]:
-            return results
     except Exception:  # of any kind: a planner of a user's may make any items
-        return results
-    return columns
-
-
-RankPlaces: TypeAlias = ResultColumns | Mapping[MetadataIndex, Any]
-"""Items and their places in files."""
+        columns = None
+    return columns or {each.index: each.storage_data for each in results}
 
 
 def renamed_places(places: RankPlaces, names: Mapping[str, str]) -> RankPlaces:

@@ -36,12 +36,10 @@ from nostall._commit.columns import (
     LocalPlans,
     RankOutcome,
     RankPlaces,
-    RankResults,
     ResultColumns,
     Results,
     ResultsReference,
     StorageData,
-    in_columns,
     made,
     parts_of,
     renamed_places,
@@ -65,18 +63,11 @@ _SUFFIXES = re.compile("|".join(re.escape(each.value) for each in FileFormat).en
 # --- the metadata of one save ---------------------------------------------------------------------
 
 
-def complete_metadata(metadata: Metadata, results: Sequence[RankResults]) -> Metadata:
+def complete_metadata(metadata: Metadata, results: Sequence[RankPlaces]) -> Metadata:
     """The metadata of a finished save without ``storage_meta``; the argument is not changed."""
-    parts: list[RankPlaces] = []
-    for of_rank in results:
-        found = in_columns(of_rank) if isinstance(of_rank, list) else of_rank
-        if isinstance(found, ResultColumns):
-            parts.append(found)
-        else:
-            parts.append({each.index: each.storage_data for each in found})
     finished = copy(metadata)
     finished.version = _torch.DCP_VERSION
-    finished.storage_data = StorageData(parts)
+    finished.storage_data = StorageData(results)
     return finished
 
 
@@ -245,13 +236,13 @@ class KnownResults:
 
     def fill_in(
         self, outcomes: Sequence[RankOutcome]
-    ) -> list[RankResults | _torch.WrappedException]:
+    ) -> list[RankPlaces | _torch.WrappedException]:
         """All ranks' results or failures; results with a token are kept.
 
         A reference becomes the kept results, with the earlier file names; see
         :meth:`under_new_names`.
         """
-        everyone: list[RankResults | _torch.WrappedException] = []
+        everyone: list[RankPlaces | _torch.WrappedException] = []
         before: ResultColumns | None = None
         for rank, each in enumerate(outcomes):
             match each:
@@ -274,11 +265,11 @@ class KnownResults:
         return everyone
 
     def under_new_names(
-        self, outcomes: Sequence[RankOutcome], results: Sequence[RankResults]
-    ) -> list[RankResults]:
+        self, outcomes: Sequence[RankOutcome], results: Sequence[RankPlaces]
+    ) -> list[RankPlaces]:
         """All ranks' results from :meth:`fill_in`, with the present file names."""
         return [
-            _renamed_results(items, dict(zip(self._of_rank[rank].files, each.files, strict=True)))
+            renamed_places(items, dict(zip(self._of_rank[rank].files, each.files, strict=True)))
             if isinstance(each, ResultsReference)
             else items
             for rank, (each, items) in enumerate(zip(outcomes, results, strict=True))
@@ -323,20 +314,6 @@ def _unknown(rank: int) -> _torch.WrappedException:
             hint="use one metadata cache per sequence of saves, in the same way on all ranks",
         )
     )
-
-
-def _renamed_results(items: RankResults, names: Mapping[str, str]) -> RankResults:
-    if isinstance(items, ResultColumns):
-        return items.renamed(names)
-    return [
-        replace(
-            item,
-            storage_data=replace(
-                item.storage_data, relative_path=names[item.storage_data.relative_path]
-            ),
-        )
-        for item in items
-    ]
 
 
 def _attributes(metadata: Metadata) -> dict[str, Any]:

@@ -21,7 +21,13 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.columns import RankOutcome, RankResults, Results, ResultsReference
+from nostall._commit.columns import (
+    RankOutcome,
+    RankPlaces,
+    Results,
+    ResultsReference,
+    in_columns,
+)
 from nostall._commit.commit import (
     collect,
     require_all_present,
@@ -39,7 +45,6 @@ from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
 from nostall._save.plans_by_name import NamedGlobalPlan
-from nostall._save.prepared import WrittenItems
 from nostall._save.publish import FinishedSave, is_unpublished, publish, remove_unpublished
 from nostall._storage.deadlines import call_with_deadline
 from nostall._storage.locations import is_same, storage_at
@@ -259,17 +264,12 @@ def commit_results(
         send_as_note(metadata, settings.directory, name, described.save_id)
 
 
-def _outcome_in(results: list[WriteResult]) -> Results | ResultsReference:
-    """The outcome of a rank, in what DCP has collected."""
-    outcome = results.outcome if isinstance(results, WrittenItems) else None
-    # Results of a user's writer may not name files: then they stay, and the first error is raised.
-    return outcome or Results(items=results, files=(), token=None)
-
-
 def _files_in(results: list[WriteResult]) -> set[str]:
     """Names of the files of a rank's results."""
+    outcome = getattr(results, "outcome", None)
+    # Results of a user's writer may not name files: then they stay, and the first error is raised.
     named = (getattr(each.storage_data, "relative_path", "") for each in results)
-    return {*_outcome_in(results).files, *named}
+    return {*named} if outcome is None else {*outcome.files}
 
 
 @gc_paused()
@@ -277,7 +277,10 @@ def _publication_by_dcp(
     planned: Metadata, results: Sequence[list[WriteResult]], plan: NamedGlobalPlan | None
 ) -> Publication:
     """The publication of results that DCP has collected; ranks may refer to earlier ones."""
-    outcomes = list(map(_outcome_in, results))
+    outcomes: list[RankOutcome] = [
+        getattr(each, "outcome", None) or Results(items=in_columns(each), files=(), token=None)
+        for each in results
+    ]
     plan_lock, known = (
         (nullcontext(), KnownResults()) if plan is None else (plan.lock, plan.results)
     )
@@ -317,7 +320,7 @@ def _require_written_here(save: RankSave, written: Sequence[RankFiles | None]) -
 def _publication(
     planned: Metadata,
     outcomes: Sequence[RankOutcome],
-    results: Sequence[RankResults],
+    results: Sequence[RankPlaces],
     known: KnownResults,
     *,
     may_be_known: bool = True,
