@@ -92,7 +92,8 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         """Recognise the state dict, or flatten it."""
         self._begin(None)
-        if not self._plans_once:
+        is_usual = self.flatten_state_dict and self.flatten_sharded_tensors
+        if not is_usual or type(self) is not SavePlanner:  # every save is planned
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             return
         self._begin(state_dict)
@@ -158,7 +159,11 @@ class SavePlanner(DefaultSavePlanner):
             )
         if self._plans is None or not isinstance(new_plan, PlanAnswer):
             if self._recognised and not new_plan.items:
-                return self._answer_without_name(new_plan)
+                # A writer has made a new plan of the answer to this rank's question.
+                if len(self._recognised) > 1:
+                    raise _replaced_by("prepare_global_plan")
+                (only,) = self._recognised.values()
+                return replace(only.plan.save.share.plan, storage_data=new_plan.storage_data)
             self._recognised = {}
             return super().finish_plan(new_plan)
         if self._recognised and not new_plan.asked:
@@ -170,7 +175,7 @@ class SavePlanner(DefaultSavePlanner):
         known = self._recognised.get(new_plan.name)
         if known is not None and new_plan.is_known:
             self._recognised = {new_plan.name: known}
-            return replace(known.plan.final, storage_data=new_plan.storage_data)
+            return replace(known.plan.save.share.plan, storage_data=new_plan.storage_data)
         if self._recognised:  # the structure of another rank has changed
             self._recognised = {}
             self._flatten()
@@ -222,20 +227,8 @@ class SavePlanner(DefaultSavePlanner):
     # --- details --------------------------------------------------------------------------------
 
     @property
-    def _plans_once(self) -> bool:
-        is_usual = self.flatten_state_dict and self.flatten_sharded_tensors
-        return is_usual and type(self) is SavePlanner
-
-    @property
     def _configuration(self) -> Hashable:
         return self.is_coordinator, self.dedup_save_to_lowest_rank
-
-    def _answer_without_name(self, new_plan: SavePlan) -> SavePlan:
-        """The final plan, if a writer has made a new plan of the answer to this rank's question."""
-        if len(self._recognised) > 1:
-            raise _replaced_by("prepare_global_plan")
-        (known,) = self._recognised.values()
-        return replace(known.plan.final, storage_data=new_plan.storage_data)
 
     @gc_paused()
     def _flatten(self) -> None:
@@ -269,7 +262,6 @@ class SavePlanner(DefaultSavePlanner):
             name=answer.name,
             rank=answer.rank,
             configuration=self._configuration,
-            final=prepared.planned.share.plan,
             save=save,
         )
         self._plans.of_rank.remember(plan)

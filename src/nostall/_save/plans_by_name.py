@@ -153,7 +153,6 @@ class KnownPlan:
     rank: int
     configuration: Hashable
     """Identifies the planner's settings and this rank's role."""
-    final: SavePlan
     save: KnownSave
 
 
@@ -234,7 +233,11 @@ class NamedGlobalPlan:
 
     def metadata_to_complete(self) -> Metadata:
         """Metadata for a save by this plan, of which others may change the entries."""
-        return _with_own_entries(reusable_metadata(self.metadata))
+        metadata = reusable_metadata(self.metadata)
+        for name, value in vars(metadata).items():
+            if type(value) is dict:
+                setattr(metadata, name, dict(value))
+        return metadata
 
     def as_planned(self, metadata: Metadata) -> Metadata:
         """The metadata; as objects that are known to be unchanged, if nobody has changed it."""
@@ -247,13 +250,6 @@ class NamedGlobalPlan:
         """Whether a rank may ask for it: not if no rank could learn its part."""
         ranks = range(len(self.local))
         return not self.is_committed or any(self.results.token(rank) for rank in ranks)
-
-
-def _with_own_entries(metadata: Metadata) -> Metadata:
-    for name, value in vars(metadata).items():
-        if type(value) is dict:
-            setattr(metadata, name, dict(value))
-    return metadata
 
 
 class CoordinatorPlans:

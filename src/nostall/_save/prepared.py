@@ -380,7 +380,7 @@ def as_known(prepared: PreparedSave, known: KnownSave | None) -> PreparedSave:
     return replace(prepared, known=known)
 
 
-# --- what was written --------------------------------------------------------------------------
+# --- what was written -----------------------------------------------------------------------------
 
 
 def require_written(prepared: PreparedSave, report: RankReport) -> list[FileReceipt]:

@@ -257,7 +257,7 @@ def plan_save(
             session.save_here = session.save
             _prepare(writer, planner, final, session)
         else:
-            session.save, session.save_here = counted.save, counted.save_here
+            session.save, session.save_here = counted
             session.reused_plans = cache.all_plans
             metadata = cache.reusable_metadata() if coordination.is_coordinator else None
             is_known = plans.planner == key and _prepare_known(
