@@ -33,7 +33,7 @@ from nostall._model.threads import uninterrupted
 from nostall._plan.items import require_representable
 from nostall._queue.ending import report_loss
 from nostall._queue.sigterm import preemption
-from nostall._ranks.group import SingleProcess, coordination_for
+from nostall._ranks.group import Coordination, coordination_for
 from nostall._save.decide import commit_results
 from nostall._save.prepared import (
     ReplacingPrefix,
@@ -325,7 +325,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         self._rank_save.settings = self._settings_of(self)
         call = _torch.arguments_of_async_save()
         alone = call.get("no_dist", False)
-        ranks = SingleProcess() if alone else coordination_for(call.get("process_group"))
+        ranks = Coordination() if alone else coordination_for(call.get("process_group"))
         with uninterrupted():
             return self._rank_save.stage(state_dict, ranks)
 

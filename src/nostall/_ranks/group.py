@@ -1,4 +1,4 @@
-"""Communication between ranks, as a small port with two adapters.
+"""Communication between ranks, for a process alone or a process group.
 
 Collectives run on the caller's thread, on the caller's group. ``maximum`` is cheap (a few
 integers); ``gather`` and ``broadcast`` carry objects. A single process needs no group.
@@ -16,11 +16,10 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,20 +44,21 @@ _SHORTEST_S = 0.001
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 
 
-class Coordination(Protocol):
-    """Communication between the ranks of one save.
+class Coordination:
+    """Communication between the ranks of one save; this class is for a process alone.
 
     Every collective raises ``RankLostError`` if another rank has ended, or the group is unusable.
     """
 
-    rank: int
-    world_size: int
-    coordinator: int
+    rank = 0
+    world_size = 1
+    coordinator = 0
     """The coordinator's rank within the group."""
 
     @property
     def is_coordinator(self) -> bool:
         """Whether this rank publishes the metadata."""
+        return self.rank == self.coordinator
 
     def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
         """Element-wise maximum over all ranks. Collective: call on every rank.
@@ -66,80 +66,42 @@ class Coordination(Protocol):
         ``TimeoutError`` if not all ranks have called it within ``timeout_s`` seconds; the group is
         then no longer usable.
         """
+        return self.begin_maximum(values).wait(timeout_s)
 
     def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
         """Begin a :meth:`maximum`, without waiting for other ranks. Collective."""
+        return PendingMaximum(is_done=lambda: True, wait=lambda _: list(values))
 
     def records(self, save: SaveId) -> Records | None:
         """The records of the ranks about a save; ``None`` if they have no store in common."""
+        return Records(save, 0, 1) if dist.is_available() else None
 
     def announce(self, topic: str, number: int) -> None:
         """Publish a number that other ranks can look up; does not wait for them."""
 
-    def announced(self, topic: str) -> dict[int, int]:
+    def announced(self, topic: str) -> dict[int, int]:  # noqa: ARG002  # a group's has a use for it
         """Each rank's announced number, 0 if it has none. Empty if numbers are not available."""
-
-    def gather(self, value: T) -> list[T] | None:
-        """Every rank's value, in rank order, on the coordinator; ``None`` elsewhere. Collective."""
-
-    def broadcast(self, value: T | None) -> T:
-        """The coordinator's value on every rank. Collective."""
-
-    def scatter(self, values: list[T] | None) -> T:
-        """This rank's element of the coordinator's list. Collective."""
-
-    def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank. Collective."""
-
-
-class SingleProcess:
-    """One process that is its own coordinator."""
-
-    rank = 0
-    world_size = 1
-    coordinator = 0
-    is_coordinator = True
-
-    def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
-        """The values themselves."""
-        del timeout_s
-        return list(values)
-
-    def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
-        """The values themselves."""
-        return LocalReduction(list(values))
-
-    def records(self, save: SaveId) -> Records | None:
-        """Entries in a store of its own."""
-        return Records(save, 0, 1) if dist.is_available() else None
-
-    def announce(self, topic: str, number: int) -> None:
-        """Do nothing."""
-
-    def announced(self, topic: str) -> dict[int, int]:
-        """No numbers."""
-        del topic
         return {}
 
     def gather(self, value: T) -> list[T] | None:
-        """The value, in a list."""
+        """Every rank's value, in rank order, on the coordinator; ``None`` elsewhere. Collective."""
         return [value]
 
     def broadcast(self, value: T | None) -> T:
-        """The value itself."""
+        """The coordinator's value on every rank. Collective."""
         return value  # type: ignore[return-value]  # None only where T includes it
 
     def scatter(self, values: list[T] | None) -> T:
-        """The only element."""
+        """This rank's element of the coordinator's list. Collective."""
         assert values is not None
         return values[0]
 
     def all_gather(self, value: T) -> list[T]:
-        """The value, in a list."""
+        """Every rank's value, in rank order, on every rank. Collective."""
         return [value]
 
 
-class TorchGroup:
+class TorchGroup(Coordination):
     """Ranks of a ``torch.distributed`` process group; ranks here are those within the group."""
 
     def __init__(self, group: dist.ProcessGroup | None, coordinator: int) -> None:
@@ -150,11 +112,6 @@ class TorchGroup:
         self._coordinator_global = (
             coordinator if group is None else dist.get_global_rank(group, coordinator)
         )
-
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this rank publishes the metadata."""
-        return self.rank == self.coordinator
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -171,17 +128,22 @@ class TorchGroup:
                 " such as save, are made on every rank, not on rank 0 alone",
             ) from error
 
-    def maximum(self, values: Sequence[int], *, timeout_s: float | None = None) -> list[int]:
-        """One all_reduce of a few 64-bit integers."""
-        return self.begin_maximum(values).wait(timeout_s)
-
     def begin_maximum(self, values: Sequence[int]) -> PendingMaximum:
-        """Begin the all_reduce."""
+        """Begin one all_reduce of a few 64-bit integers."""
         device = _torch.device_for_collectives(self._group)
         tensor = torch.tensor(list(values), dtype=torch.int64, device=device)
         with self.together():
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return Reduction(work, tensor, self.together)
+
+        def wait(timeout_s: float | None) -> list[int]:
+            with self.together():
+                if timeout_s is None:
+                    work.wait()
+                else:
+                    _wait(work, timeout_s)
+                return [int(value) for value in tensor.tolist()]
+
+        return PendingMaximum(work.is_completed, wait)
 
     def records(self, save: SaveId) -> Records | None:
         """Entries in the store of the ranks' rendezvous."""
@@ -286,76 +248,36 @@ def _values(messages: Sequence[torch.Tensor]) -> list[Any]:
 # --- a maximum that may still wait for some ranks -------------------------------------------------
 
 
-class PendingMaximum(Protocol):
+class PendingMaximum(NamedTuple):
     """A maximum over all ranks that may still wait for some of them."""
 
-    def is_done(self) -> bool:
-        """Whether it no longer waits for any rank."""
+    is_done: Callable[[], bool]
+    """Whether it no longer waits for any rank."""
+    wait: Callable[[float | None], list[int]]
+    """The maximum. Call it once, with a limit in seconds or ``None``.
 
-    def wait(self, timeout_s: float | None = None) -> list[int]:
-        """The maximum. Call it once.
-
-        ``RankLostError`` if another rank has ended, or the group is unusable; ``TimeoutError`` if
-        not all ranks have begun it within ``timeout_s`` seconds, after which the group is unusable,
-        too.
-        """
+    ``RankLostError`` if another rank has ended, or the group is unusable; ``TimeoutError`` if not
+    all ranks have begun it within the limit, after which the group is unusable, too.
+    """
 
 
-@dataclass(frozen=True, slots=True)
-class LocalReduction:
-    """The reduction of a process alone."""
+def _wait(work: dist.Work, timeout_s: float) -> None:
+    """Look again and again: Python handles signals between two looks.
 
-    values: list[int]
-
-    def is_done(self) -> bool:
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> list[int]:
-        del timeout_s
-        return self.values
-
-
-class Reduction:
-    """An all_reduce in progress; ``together`` translates the backend's untyped errors."""
-
-    def __init__(
-        self,
-        work: dist.Work,
-        tensor: torch.Tensor,
-        together: Callable[[], AbstractContextManager[None]],
-    ) -> None:
-        self._work = work
-        self._tensor = tensor
-        self._together = together
-
-    def is_done(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, timeout_s: float | None = None) -> list[int]:
-        with self._together():
-            if timeout_s is None:
-                self._work.wait()
-            else:
-                self._wait(timeout_s)
-            return [int(value) for value in self._tensor.tolist()]
-
-    def _wait(self, timeout_s: float) -> None:
-        """Look again and again: Python handles signals between two looks.
-
-        Torch's own wait with a limit comes last. It handles no signals, and NCCL ends the group
-        when a limit is over, counted from the beginning of the reduction.
-        """
-        ends_s, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
-        while not self._work.is_completed() and time.monotonic() < ends_s:
-            with uninterrupted(patience=2), interruptible():
-                time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        try:
-            self._work.wait(timedelta(seconds=max(_SHORTEST_S, ends_s - time.monotonic())))
-        except RuntimeError as error:
-            if self._work.is_completed() and not _TIMED_OUT.search(str(error)):
-                raise  # not a timeout, ours or the group's: a rank has died
-            raise TimeoutError(str(error)) from error
+    Torch's own wait with a limit comes last. It handles no signals, and NCCL ends the group when a
+    limit is over, counted from the beginning of the reduction.
+    """
+    ends_s, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
+    while not work.is_completed() and time.monotonic() < ends_s:
+        with uninterrupted(patience=2), interruptible():
+            time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    try:
+        work.wait(timedelta(seconds=max(_SHORTEST_S, ends_s - time.monotonic())))
+    except RuntimeError as error:
+        if work.is_completed() and not _TIMED_OUT.search(str(error)):
+            raise  # not a timeout, ours or the group's: a rank has died
+        raise TimeoutError(str(error)) from error
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -499,7 +421,7 @@ def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
 class Membership:
     """The ranks of a process group, which may be destroyed while a save is in progress.
 
-    The port to them is not kept.
+    Their :class:`Coordination` is not kept.
     """
 
     def __init__(self, ranks: Coordination) -> None:
@@ -535,14 +457,14 @@ class Membership:
 
 
 def coordination_of(wrapper: _torch.DistWrapper) -> Coordination:
-    """The port for DCP's wrapper."""
+    """The ranks of DCP's wrapper."""
     if not wrapper.use_dist:
-        return SingleProcess()
+        return Coordination()
     return coordination_for(wrapper.group, wrapper.coordinator_rank)
 
 
 def coordination_for(group: dist.ProcessGroup | None, coordinator: int = 0) -> Coordination:
-    """The port for a process group; for one process if there is no group, or nobody else in it."""
+    """The ranks of a group; a process alone if there is no group, or nobody else in it."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
-        return SingleProcess()
+        return Coordination()
     return TorchGroup(group, coordinator)
