@@ -11,7 +11,6 @@ import logging
 import math
 import time
 from collections import deque
-from dataclasses import replace
 from typing import Literal
 
 import torch.distributed as dist
@@ -253,7 +252,7 @@ class AsyncCallsQueue:
                 if call not in self._caller._calls:
                     raise aborted_by_another_thread(call)
                 mine = look_at(call, self._first_index, self._next_index - 1, waits=waits)
-                agreed: View | None = replace(mine, committing=False, committed=0)
+                agreed: View | None = mine._replace(committing=False, committed=0)
                 if not no_dist:
                     # All ranks have finalised a request in this call, so none is late.
                     agreed = self._asking.view_of(

@@ -128,7 +128,7 @@ def look_at(call: Call, first_index: int, last_index: int, *, waits: bool) -> Vi
         # A commit raises on all ranks or on none.
         shares=not all(map(committed_by, call.request.finalize_fns)),
         waits=waits,
-        index=call.request.call_idx - first_index,
+        number=call.request.call_idx - first_index,
         last=last_index - first_index,
     )
 

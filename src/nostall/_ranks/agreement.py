@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -26,8 +26,7 @@ _STAYS, _ASKS, _KNOWS = range(3)
 """Announced: this rank exits with no exception; it exits with one; it knows that all ranks do."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class View(NamedTuple):
     """State of the next request to finalise, on one rank or over all ranks."""
 
     alive: bool
@@ -45,7 +44,7 @@ class View:
     """Errors of its finalize functions are to be shared."""
     waits: bool
     """The rank waits until the request is finalised."""
-    index: int
+    number: int
     """Number of the request since the queue was created or aborted."""
     last: int
     """Number of the last scheduled request."""
@@ -147,10 +146,9 @@ class Question:
     def __init__(self, mine: View, coordination: Coordination) -> None:
         self._mine = mine
         self._coordination = coordination
-        self._same = [mine.index, mine.last, -mine.index, -mine.last]
-        flags = [mine.alive, mine.failed, mine.hurry, mine.shares, mine.waits]
-        early = [mine.committing, mine.committed, mine.save, -mine.save]
-        self._pending = coordination.begin_maximum([*flags, *early, *self._same])
+        # The maximum of a negative number is the minimum.
+        negative = [-mine.save, -mine.number, -mine.last]
+        self._pending = coordination.begin_maximum([*mine, *negative])
 
     def is_answered(self) -> bool:
         """Whether it no longer waits for any rank."""
@@ -176,28 +174,23 @@ class Question:
             is_own = time.monotonic() - began_s >= timeout_s
             limit = f"{timeout_s:.1f} s" if is_own else "the time limit of the process group"
             raise scheduled.others_missing(coordination, limit) from error
-        alive, failed, hurry, shares, waits, *values = values
-        committing, committed, save, least, *highest = values
-        if highest != self._same:
+        *values, save, number, last = values
+        highest = View._make(type(own)(each) for own, each in zip(mine, values, strict=True))
+        if (highest.number, highest.last, -number, -last) != 2 * (mine.number, mine.last):
             raise RankMismatchError(
                 f"ranks have scheduled different requests: rank {coordination.rank} polls number"
-                f" {mine.index} and has scheduled up to {mine.last}; over all ranks, polled:"
-                f" {-highest[2]} to {highest[0]}, scheduled up to: {-highest[3]} to {highest[1]},"
+                f" {mine.number} and has scheduled up to {mine.last}; over all ranks, polled:"
+                f" {-number} to {highest.number}, scheduled up to: {-last} to {highest.last},"
                 " counted since the queue was created or aborted",
                 rank=coordination.rank,
                 phase="write",
                 hint="schedule and poll the same number of times on every rank",
             )
-        return replace(
-            mine,
-            alive=bool(alive),
-            failed=bool(failed),
-            hurry=bool(hurry),
-            shares=bool(shares),
-            waits=bool(waits),
-            # Otherwise the coordinator waits in vain, or has committed another save.
-            committing=bool(committing) and save == -least and not failed,
-            committed=committed if save == -least else 0,
+        # Otherwise the coordinator waits in vain, or has committed another save.
+        is_same = highest.save == -save
+        return highest._replace(
+            committing=highest.committing and is_same and not highest.failed,
+            committed=highest.committed if is_same else 0,
         )
 
 
