@@ -99,8 +99,6 @@ class FileSystemReader(dcp.FileSystemReader):
         self._follow(path)
         self._verify = verify == "crc"
         self._threads = require_integer("threads", threads, at_least=1)
-        if process_group is not None:
-            require_cpu_members(process_group)
         self._peers = None if process_group is None else GroupPeers(process_group)
         self._progress = progress
         self._stored: dict[str, Any] = {}
@@ -346,37 +344,33 @@ _BLOCK_NBYTES = 8 << 20
 """How much is sent at a time: the group's deadline is for a block, however long the message."""
 
 
-def require_cpu_members(group: dist.ProcessGroup) -> None:
-    """Raise ``OptionError`` unless this rank is in the group, and the group sends CPU tensors."""
-    require_members(group, 0)
-    if _torch.device_for_collectives(group).type != "cpu":
-        raise OptionError(
-            f"process_group has the backend {dist.get_backend(group)}, which cannot send bytes that"
-            " are on the CPU",
-            hint='use a group that can: torch.distributed.new_group(backend="gloo")',
-        )
+class GroupPeers(TorchGroup):
+    """The ranks of a process group with a backend for the CPU, such as gloo.
 
-
-class GroupPeers:
-    """The ranks of a process group with a backend for the CPU, such as gloo."""
+    Raises ``OptionError`` unless this rank is in the group, and the group sends CPU tensors.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._ranks = TorchGroup(group, 0)
-        self.rank = self._ranks.rank
-        self.world_size = self._ranks.world_size
+        require_members(group, 0)
+        if _torch.device_for_collectives(group).type != "cpu":
+            raise OptionError(
+                f"process_group has the backend {dist.get_backend(group)}, which cannot send bytes"
+                " that are on the CPU",
+                hint='use a group that can: torch.distributed.new_group(backend="gloo")',
+            )
+        super().__init__(group, 0)
 
     def first_failed(self, *, failed: bool) -> int | None:
         """One all_reduce of an integer."""
         mine = self.world_size - self.rank if failed else 0
-        (highest,) = self._ranks.maximum([mine])
+        (highest,) = self.maximum([mine])
         return self.world_size - highest if highest else None
 
     def exchange(
         self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]
     ) -> None:
         """Sends and receives all at once: no order can make two ranks wait for each other."""
-        with self._ranks.together():
+        with self.together():
             works = [
                 dist.irecv(block, group=self._group, group_src=rank)
                 for rank, block in _blocks(received)

@@ -18,10 +18,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -66,8 +65,7 @@ class Peers(Protocol):
 # --- who gets what, in which round ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class Part(NamedTuple):
     """Bytes that a set of ranks gets in a round."""
 
     ranks: Ranks
@@ -103,16 +101,14 @@ class Part:
 Round: TypeAlias = tuple[Part, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadShare:
+class ReadShare(NamedTuple):
     """The parts that one rank gets; travels to it in ``LoadPlan.storage_data``."""
 
     rounds: tuple[Round, ...]
     """Equally many on all ranks; a rank may get nothing in some of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class Member(NamedTuple):
     """A rank whose reader has a group; travels to the coordinator in ``LoadPlan.storage_data``."""
 
     rank: int
@@ -149,38 +145,35 @@ def share_reads(
 
     ``wanted`` has, by rank, the archives that it needs, and how many bytes of each it would read.
     """
-    rounds = _in_rounds(_read_twice(wanted), round_nbytes)
-    if not rounds:
-        return None
-    parts: list[list[list[Part]]] = [[[] for _ in rounds] for _ in wanted]
-    for number, each in enumerate(rounds):
-        for ranks, archives in each.items():
-            part = Part(ranks=ranks, spans=_joined(archives))
-            for rank in ranks:
-                parts[rank][number].append(part)
-    return [ReadShare(rounds=tuple(map(tuple, of_rank))) for of_rank in parts]
-
-
-def _read_twice(wanted: Sequence[Mapping[FileSpan, int]]) -> list[tuple[FileSpan, Ranks]]:
-    """Archives of which ranks would read more than all, and these ranks; they do not overlap."""
     ranks: dict[FileSpan, list[int]] = defaultdict(list)
     nbytes: dict[FileSpan, int] = defaultdict(int)
     for rank, archives in enumerate(wanted):
         for archive, count in archives.items():
             ranks[archive].append(rank)
             nbytes[archive] += count
-    found: list[tuple[FileSpan, Ranks]] = []
+    read_twice: list[tuple[FileSpan, Ranks]] = []
+    last = FileSpan("", 0, 0)
     for archive in sorted(ranks):
-        overlaps = found and found[-1][0].file == archive.file and found[-1][0].end > archive.begin
+        overlaps = last.file == archive.file and last.end > archive.begin
         if len(ranks[archive]) > 1 and nbytes[archive] > archive.nbytes and not overlaps:
-            found.append((archive, tuple(ranks[archive])))
-    return found
+            read_twice.append((archive, tuple(ranks[archive])))
+            last = archive
+    rounds = _in_rounds(read_twice, round_nbytes)
+    if not rounds:
+        return None
+    parts: list[list[list[Part]]] = [[[] for _ in rounds] for _ in wanted]
+    for number, each in enumerate(rounds):
+        for readers, spans in each.items():
+            part = Part(ranks=readers, spans=tuple(spans))
+            for rank in readers:
+                parts[rank][number].append(part)
+    return [ReadShare(rounds=tuple(map(tuple, of_rank))) for of_rank in parts]
 
 
 def _in_rounds(
     archives: Sequence[tuple[FileSpan, Ranks]], round_nbytes: int
 ) -> list[dict[Ranks, list[FileSpan]]]:
-    """The archives of each round, by the ranks that get them.
+    """The archives of each round, by the ranks that get them; those that adjoin are one span.
 
     Archives of one set of ranks stay in order. Other sets may share their rounds, so that all ranks
     have something to do.
@@ -199,21 +192,14 @@ def _in_rounds(
             rounds.append(defaultdict(list))
             filled.append(defaultdict(int))
         earliest[ranks] = number
-        rounds[number][ranks].append(archive)
         for rank in ranks:
             filled[number][rank] += archive.nbytes
-    return rounds
-
-
-def _joined(archives: Sequence[FileSpan]) -> tuple[FileSpan, ...]:
-    """Join spans that follow each other."""
-    spans: list[FileSpan] = []
-    for each in archives:
-        if spans and (spans[-1].file, spans[-1].end) == (each.file, each.begin):
-            spans[-1] = FileSpan(each.file, spans[-1].begin, each.end)
+        spans = rounds[number][ranks]
+        if spans and (spans[-1].file, spans[-1].end) == (archive.file, archive.begin):
+            spans[-1] = spans[-1]._replace(end=archive.end)
         else:
-            spans.append(each)
-    return tuple(spans)
+            spans.append(archive)
+    return rounds
 
 
 # --- one rank -------------------------------------------------------------------------------------
@@ -245,7 +231,8 @@ def read_shared(
             failure = failure or _failure_of(partial(ready.read, peers.rank, threads))
             _agree(peers, failure)
             peers.exchange(*ready.messages(peers.rank))
-            failure = _failure_of(partial(load, ready.items(), ready))
+            in_memory = [each._replace(offset=at) for each, at in items]
+            failure = _failure_of(partial(load, in_memory, ready))
         _agree(peers, failure)
     finally:
         failure = None  # its traceback refers to this frame, which refers to the memory
@@ -338,22 +325,18 @@ class _Round:
                     for at, span in of_file:
                         file.fill(span.begin, items[name], memory[at : at + span.nbytes])
 
-        with Workers(threads) as workers:
-            for task in [workers.submit(partial(fill, each)) for each in self._tasks_of(rank)]:
-                workers.wait(task)
-
-    def _tasks_of(self, rank: int) -> Iterator[list[tuple[int, FileSpan]]]:
-        """Tasks of at most a block that a rank reads: places in the memory, and the bytes."""
-        blocks: list[tuple[int, FileSpan]] = []
+        tasks: list[list[tuple[int, FileSpan]]] = [[]]
         left = _BLOCK_NBYTES
         for at, part in self._parts():
             for offset, span in part.blocks_of(rank, _BLOCK_NBYTES):
                 if span.nbytes > left:
-                    yield blocks
-                    blocks, left = [], _BLOCK_NBYTES
-                blocks.append((at + offset, span))
+                    tasks.append([])
+                    left = _BLOCK_NBYTES
+                tasks[-1].append((at + offset, span))
                 left -= span.nbytes
-        yield blocks
+        with Workers(threads) as workers:
+            for task in [workers.submit(partial(fill, each)) for each in tasks]:
+                workers.wait(task)
 
     def _parts(self) -> Iterator[tuple[int, Part]]:
         """The parts, and where each begins in the memory."""
@@ -373,10 +356,6 @@ class _Round:
                 else:
                     received.append((reader, content))
         return sent, received
-
-    def items(self) -> list[Wanted]:
-        """The items, at their places in the memory."""
-        return [each._replace(offset=at) for each, at in self._placed]
 
     def where(self, name: str = "") -> str:
         """Where the bytes are from, for errors."""
