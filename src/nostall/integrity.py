@@ -21,7 +21,6 @@ from nostall._commit.checking import (
     read_inventory,
     require_answers,
     size_of,
-    unreadable,
 )
 from nostall._commit.commit import committed_latest_first
 from nostall._model.checksum import use_fastest
@@ -120,40 +119,9 @@ def why_incomplete(
     Raises:
         UnknownMetadataError: As :func:`is_complete`.
     """
-    if deep:
-        found = verify(directory, progress=progress)
-        if found.state is State.NOT_UNDERSTOOD:
-            from nostall._commit.metadata_pickle import HINT
-
-            note = found.note or "the metadata is not understood"
-            raise UnknownMetadataError(note, phase="verify", path=directory, hint=HINT)
-        what = [str(damage) for damage in found.damages]
-        return None if found.ok else ", ".join(what) or found.note or found.state.value
-    files = storage_at(directory)
-    why: str | None = None
-    for _ in range(_ATTEMPTS):
-        version = _version_of(files)
-        why = _why_incomplete(files)
-        if why is None or _version_of(files) == version:  # no save has replaced it meanwhile
-            break
-    return why
-
-
-def _why_incomplete(files: Files) -> str | None:
-    """Look once at the metadata and the sizes of files, for :func:`why_incomplete`."""
-    try:
-        inventory = read_inventory(files, with_items=False)
-    except UnknownMetadataError:
-        raise
-    except (DamagedCheckpointError, UntrustedMetadataError) as error:
-        return f"{METADATA_NAME}: {error.message}"
-    except OSError as error:
-        return f"{METADATA_NAME}: {unreadable(error)}"
-    for file in inventory.files:
-        _, damage = size_of(files, file)
-        if damage is not None:
-            return str(damage)
-    return None
+    found = _examined(directory, _THREADS, progress, deep=deep)
+    what = [str(damage) for damage in found.damages]
+    return None if found.ok else ", ".join(what) or found.note or found.state.value
 
 
 def why_damaged(
@@ -272,10 +240,25 @@ def verify(
     Raises:
         OptionError: The path is empty, or the client of an object store is missing.
     """
-    files = storage_at(_path_of(path))
+    directory = _path_of(path)
+    try:
+        return _examined(directory, threads, progress, deep=True)
+    except UnknownMetadataError as error:
+        return Verification(path=directory, state=State.NOT_UNDERSTOOD, note=error.message)
+
+
+def _examined(
+    directory: str, threads: int, progress: Callable[[int, int], object] | None, *, deep: bool
+) -> Verification:
+    """The findings, those of another look if a save has replaced the checkpoint meanwhile.
+
+    Unless ``deep``, without items, and with the sizes of files up to the first that is wrong.
+    ``UnknownMetadataError`` if the metadata is not understood.
+    """
+    files = storage_at(directory)
     for _ in range(_ATTEMPTS):
         version = _version_of(files)
-        found = _verified(files, threads, progress)
+        found = _seen(files, threads, progress, deep=deep)
         if found.ok or _version_of(files) == version:
             return found
     again = Damage(file=METADATA_NAME, what="replaced whenever it was read", is_certain=False)
@@ -289,23 +272,29 @@ def _version_of(files: Files) -> Version | None:
     return None
 
 
-def _verified(
-    files: Files, threads: int, progress: Callable[[int, int], object] | None
+def _seen(
+    files: Files, threads: int, progress: Callable[[int, int], object] | None, *, deep: bool
 ) -> Verification:
+    """The findings of one look, for :func:`_examined`."""
     directory = files.where()
     try:
-        inventory = read_inventory(files, with_items=True)
+        inventory = read_inventory(files, with_items=deep)
     except (FileNotFoundError, NotADirectoryError):
         note = f"no checkpoint was committed here: {METADATA_NAME} does not exist"
         return Verification(path=directory, state=State.NOT_THERE, note=note)
-    except UnknownMetadataError as error:
-        return Verification(path=directory, state=State.NOT_UNDERSTOOD, note=error.message)
+    except UnknownMetadataError:
+        raise
     except (OSError, DamagedCheckpointError, UntrustedMetadataError) as error:
         damage = damage_by(error, METADATA_NAME)
         return Verification(path=directory, state=_state_with([damage]), damages=(damage,))
-    sizes = [(file, *size_of(files, file)) for file in inventory.files]
-    whole = [(file, nbytes) for file, nbytes, damage in sizes if damage is None]
-    use_fastest()
+    sizes = []
+    for file in inventory.files:
+        sizes.append((file, *size_of(files, file)))
+        if not deep and sizes[-1][-1] is not None:
+            break
+    whole = [(file, nbytes) for file, nbytes, damage in sizes if deep and damage is None]
+    if deep:
+        use_fastest()
     counter = ReadCounter(sum(nbytes for _, nbytes in whole), progress)
     with ThreadPoolExecutor(max(1, threads), "nostall-verify") as pool:
         looked_at = list(pool.map(lambda each: look_at(files, each[0], counter.add), whole))

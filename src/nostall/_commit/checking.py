@@ -206,12 +206,8 @@ def damage_by(error: OSError | NostallError, file: str) -> Damage:
     """The damage of a file that an error tells of."""
     if isinstance(error, FileNotFoundError):
         return Damage(file=file, what="missing")
-    return Damage(file=file, what=unreadable(error), is_certain=not leaves_open(error))
-
-
-def unreadable(error: OSError | NostallError) -> str:
-    """Why a file cannot be read."""
-    return error.message if isinstance(error, NostallError) else f"cannot be read: {reason(error)}"
+    what = error.message if isinstance(error, NostallError) else f"cannot be read: {reason(error)}"
+    return Damage(file=file, what=what, is_certain=not leaves_open(error))
 
 
 def _look_into(files: Files, expected: ExpectedFile, on_read: Callable[[int], object]) -> Looked:
