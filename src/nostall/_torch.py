@@ -407,6 +407,13 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
+def dtype_named(name: str) -> torch.dtype | None:
+    """The dtype that a pickle of a tensor names, or whose storage it names, if it is one."""
+    found = getattr(torch, name, None)
+    dtype = getattr(found, "_dtype", found)  # a storage's ``dtype`` warns that it is deprecated
+    return dtype if isinstance(dtype, torch.dtype) else None
+
+
 def storage_without_values(dtype: torch.dtype | None) -> Any:
     """A storage on the meta device, for the functions in :data:`REBUILD_TENSORS`."""
     held = UntypedStorage(0, device="meta")

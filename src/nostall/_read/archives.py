@@ -54,21 +54,6 @@ _OPERATIONS = frozenset(
     }
 )
 """All that pickles of a plain tensor have. None of them hashes or repeats what was made."""
-_OF_STORAGE = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ComplexDoubleStorage": torch.complex128,
-    "ComplexFloatStorage": torch.complex64,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
-}
-"""By the names that pickles have; the classes are deprecated, and warn."""
 
 
 class OpenFile:
@@ -326,8 +311,7 @@ class _Unpickler(pickle.Unpickler):
             return OrderedDict
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return None
-        dtype = _OF_STORAGE.get(name) or getattr(torch, name, None)
-        if module == "torch" and isinstance(dtype, torch.dtype):
+        if module == "torch" and (dtype := _torch.dtype_named(name)) is not None:
             return dtype
         raise Unusual
 
