@@ -409,13 +409,8 @@ def are_same_ranks(one: dist.ProcessGroup | None, other: dist.ProcessGroup | Non
     """Whether two groups have the same ranks; ``None`` is the default group."""
     if one is other or not (dist.is_available() and dist.is_initialized()):
         return True
-    return sorted(_ranks_of(one)) == sorted(_ranks_of(other))
-
-
-def _ranks_of(group: dist.ProcessGroup | None) -> list[int]:
-    if group is None:
-        return list(range(dist.get_world_size()))
-    return dist.get_process_group_ranks(group)
+    one_ranks, other_ranks = map(dist.get_process_group_ranks, (one, other))
+    return sorted(one_ranks) == sorted(other_ranks)
 
 
 class Membership:

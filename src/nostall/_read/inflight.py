@@ -6,11 +6,10 @@ import errno
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from typing_extensions import Self
 
@@ -168,8 +167,7 @@ class Read(Protocol):
         """Hand over what was read; called on the caller's thread once all tasks are complete."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Submitted:
+class _Submitted(NamedTuple):
     reads: Sequence[Read]
     tasks: list[Task]
     nbytes: int

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -41,8 +40,7 @@ RowsOf: TypeAlias = Callable[[ReadItem], "int | None"]
 """Rows of an item's stored tensor; ``None`` if all of them are read for any slice."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class Form(NamedTuple):
     """Common properties of the archives of tensors that differ in their values only."""
 
     prefix: bytes

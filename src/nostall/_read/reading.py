@@ -15,9 +15,8 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -33,7 +32,6 @@ from nostall._read.inflight import InFlight, Read, Workers
 from nostall._read.plan import (
     REGION_NBYTES,
     SMALL_NBYTES,
-    Form,
     Wanted,
     bring,
     note_changes,
@@ -79,7 +77,7 @@ def read_items(
     items, workers = list(wanted), Workers(threads)
     # In this order: nothing reads from a closed file, or into memory that was released.
     with InFlight(workers) as in_flight, Uploads(threads) as uploads, workers:
-        load = _Load(planner, workers, Archives(verify=verify), uploads)
+        load = _Load(planner, workers, Archives(verify=verify), uploads, [])
         known, in_turn = _with_targets(items, planner)
         uploads.prepare(target for _, target, _ in known if target is not None)
         by_file = _by_file(known)
@@ -166,8 +164,7 @@ def _reads(load: _Load, file: OpenFile, known: Sequence[_Item]) -> Iterator[Sequ
         yield few
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
+class _Load(NamedTuple):
     """Objects that the reads of one load share."""
 
     planner: LoadPlanner
@@ -175,7 +172,7 @@ class _Load:
     workers: Workers
     archives: Archives
     uploads: Uploads
-    free: list[bytearray] = field(default_factory=list)
+    free: list[bytearray]
     """Memory for regions, which no thread uses: new memory is slow."""
 
     def target_in_turn(self, wanted: Wanted) -> torch.Tensor:
@@ -349,8 +346,9 @@ class LargeRead:
                 self._note_sum(self._sums, begin, end, crc32)
 
     def _prepare(self) -> None:
-        """Find out what is stored, and where it goes."""
+        """Find out what is stored; choose the rows that are read, their memory, and the pieces."""
         wanted, archives, target = self._wanted, self._load.archives, self._target
+        item, uploads = wanted.item, self._load.uploads
         assert target is not None
         head = bytearray(min(wanted.nbytes, HEAD_NBYTES) if wanted.form is None else 0)
         self._file.fill(wanted.offset, [wanted], memoryview(head))
@@ -358,13 +356,8 @@ class LargeRead:
         form = archives.form_of(head, 0, archive, self._file, wanted)
         if form is None:
             self._stored = archives.loaded_by_torch(archive(), self._file, wanted)
-        else:
-            self._lay_out(form, target)
-
-    def _lay_out(self, form: Form, target: torch.Tensor) -> None:
-        """Choose the rows that are read, their memory, and the pieces."""
-        item, uploads = self._wanted.item, self._load.uploads
-        verify = self._load.archives.verify and form.nbytes > 0 and form.has_checksum
+            return
+        verify = archives.verify and form.nbytes > 0 and form.has_checksum
         shape, offsets, first = form.shape, list(item.storage_offsets), 0
         if shape and not verify:
             first, offsets[0] = offsets[0], 0
@@ -377,7 +370,7 @@ class LargeRead:
             self._stored = sliced(memory, offsets, item.lengths)
         uploads.begin(memory)
         self._memory = memory
-        self._begin = self._wanted.offset + form.begin + first * row_nbytes
+        self._begin = wanted.offset + form.begin + first * row_nbytes
         self._left = deque(_pieces(self._begin, memory.nbytes, self._piece_nbytes(memory)))
         self._count = len(self._left)
         self._sums = {} if verify else None
