@@ -26,7 +26,7 @@ from nostall._model.progress import ReadCounter, listed
 from nostall._model.threads import gc_paused, interruptible, uninterrupted
 from nostall._model.wording import counted
 from nostall._ranks.group import TorchGroup, require_members
-from nostall._read.plan import Form, Wanted, chunk_of, nbytes_by_archive, rows_of
+from nostall._read.plan import FileSpan, Form, Wanted, chunk_of, nbytes_by_archive
 from nostall._read.planner import Planner
 from nostall._read.reading import read_items
 from nostall._read.sharing import Member, ReadShare, all_want_to_share, read_shared, share_reads
@@ -193,8 +193,7 @@ class FileSystemReader(dcp.FileSystemReader):
         members = [plan.storage_data for plan in plans]
         shares: list[ReadShare] | None = None
         if all_want_to_share(members):
-            wanted = [self._wanted(plan)[0] for plan in plans]
-            shares = share_reads([nbytes_by_archive(each, self._rows_of) for each in wanted])
+            shares = share_reads([self._nbytes_of(self._wanted(plan)[0]) for plan in plans])
         elif not any(isinstance(each, Member) for each in members):
             return plans
         return [
@@ -202,8 +201,9 @@ class FileSystemReader(dcp.FileSystemReader):
             for rank, plan in enumerate(plans)
         ]
 
-    def _rows_of(self, item: ReadItem) -> int | None:
-        return None if self._verify else rows_of(self._stored, item)
+    def _nbytes_of(self, wanted: Sequence[Wanted]) -> dict[FileSpan, int]:
+        """How many bytes of which archives are read; all of those that are verified."""
+        return nbytes_by_archive(wanted, {} if self._verify else self._stored)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what the plan names, and hand it to the planner; done when this returns.
@@ -261,7 +261,7 @@ class FileSystemReader(dcp.FileSystemReader):
             files = storage_at(path)
         else:
             files = UncachedFiles(path) if is_read_once else PosixStorage(path)
-        total = sum(nbytes_by_archive(wanted, self._rows_of).values())
+        total = sum(self._nbytes_of(wanted).values())
         counter = ReadCounter(total, self._progress)
 
         def read(items: Sequence[Wanted], source: ReadableFiles) -> None:

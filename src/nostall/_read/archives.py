@@ -378,17 +378,8 @@ def unloadable(
 def loaded_safely(archive: BinaryIO) -> Any:
     """The object that ``torch.load(weights_only=True)`` makes of an archive.
 
-    Raises :class:`Broken` for another file, and anything for a damaged archive.
-    """
-    require_archive(archive)
-    return torch.load(archive, map_location="cpu", weights_only=True)
-
-
-def require_archive(archive: BinaryIO) -> None:
-    """Require an archive as ``torch.save`` makes it, with records no longer than itself.
-
-    Raises :class:`Broken` for another file, or if records are compressed, or used several times,
-    and anything for a damaged archive.
+    Raises :class:`Broken` for another file, or if its records are compressed, or longer than itself
+    because they are used several times, and anything for a damaged archive.
     """
     nbytes = archive.seek(0, os.SEEK_END)
     archive.seek(0)
@@ -400,6 +391,7 @@ def require_archive(archive: BinaryIO) -> None:
     if not is_stored or sum(entry.file_size for entry in entries) > nbytes:
         raise Broken("its records are compressed, or longer than the archive")
     archive.seek(0)
+    return torch.load(archive, map_location="cpu", weights_only=True)
 
 
 def reason_of(error: Exception) -> str:

@@ -12,9 +12,9 @@ nothing.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, pairwise
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
@@ -35,9 +35,6 @@ _GAP_NBYTES = 64 << 10
 """Bytes between two items that are read rather than skipped."""
 REGION_NBYTES = 4 << 20
 """Most that one read of small items brings."""
-
-RowsOf: TypeAlias = Callable[[ReadItem], "int | None"]
-"""Rows of an item's stored tensor; ``None`` if all of them are read for any slice."""
 
 
 class Form(NamedTuple):
@@ -116,29 +113,26 @@ def regions(items: Sequence[Wanted]) -> Iterator[slice]:
         yield slice(first, len(items))
 
 
-def nbytes_by_archive(wanted: Iterable[Wanted], rows_of: RowsOf) -> dict[FileSpan, int]:
-    """How many bytes of which archives are read; several items of an archive read it once."""
+def nbytes_by_archive(
+    wanted: Iterable[Wanted], stored: Mapping[str, object]
+) -> dict[FileSpan, int]:
+    """How many bytes of which archives are read; several items of an archive read it once.
+
+    ``stored`` has tensors by name, of which a slice needs some rows: all, if it has not the tensor,
+    if that has no rows, or metadata do not say where an item is from.
+    """
     found: dict[FileSpan, int] = {}
     for item, file, offset, nbytes, _ in wanted:
         archive, count = FileSpan(file, offset, offset + nbytes), nbytes
         if nbytes > SMALL_NBYTES and item.type is not LoadItemType.BYTE_IO:
-            if rows := rows_of(item):
-                count = nbytes * item.lengths[0] // rows
+            index = item.storage_index
+            chunk = None if index.index is None else chunk_of(stored.get(index.fqn), index)
+            sizes: Sequence[int] = () if chunk is None else chunk.sizes
+            if len(sizes) == len(item.lengths) > 0 and sizes[0]:
+                count = nbytes * item.lengths[0] // sizes[0]
             count = min(nbytes, found.get(archive, 0) + count)
         found[archive] = count
     return found
-
-
-def rows_of(stored: Mapping[str, object], item: ReadItem) -> int | None:
-    """Rows of an item's stored tensor, of which a slice needs some; ``stored`` has it by name.
-
-    ``None`` if the tensor has no rows, or metadata do not say where the item is from.
-    """
-    index = item.storage_index
-    chunk = None if index.index is None else chunk_of(stored.get(index.fqn), index)
-    if chunk is None or not len(chunk.sizes) == len(item.lengths) > 0:
-        return None
-    return chunk.sizes[0]
 
 
 def chunk_of(entry: object, index: MetadataIndex) -> ChunkStorageMetadata | None:
