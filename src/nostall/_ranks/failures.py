@@ -77,7 +77,7 @@ def raise_everywhere(
         wrapped = sendable(_torch.wrap_exception(error))
     everyone = {coordination.rank: wrapped}
     if not only_here:
-        everyone = dict(enumerate(coordination.all_gather(wrapped)))
+        everyone = dict(enumerate(coordination.broadcast(coordination.gather(wrapped))))
     failures = {rank: failure for rank, failure in everyone.items() if failure is not None}
     raise exception_for(failures, step="write", on_coordinator=coordination.is_coordinator)
 

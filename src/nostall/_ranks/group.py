@@ -96,10 +96,6 @@ class Coordination:
         assert values is not None
         return values[0]
 
-    def all_gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, on every rank. Collective."""
-        return [value]
-
 
 class TorchGroup(Coordination):
     """Ranks of a ``torch.distributed`` process group; ranks here are those within the group."""
@@ -210,14 +206,6 @@ class TorchGroup(Coordination):
             )
         (value,) = _values([mine])
         return value  # type: ignore[no-any-return]  # of type T
-
-    def all_gather(self, value: T) -> list[T]:
-        """One reduction of lengths, then one all_gather."""
-        (mine,) = self._messages([value])
-        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with self.together():
-            dist.all_gather(rows, mine, group=self._group)
-        return _values(rows)
 
     def _messages(self, values: Sequence[object]) -> list[torch.Tensor]:
         """A message for each value, padded to the longest of all ranks. Collective.
