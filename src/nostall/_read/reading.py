@@ -53,14 +53,14 @@ PIECE_NBYTES = 4 << 20
 
 def read_items(
     wanted: Iterable[Wanted],
-    planner: LoadPlanner,
     files: ReadableFiles,
     *,
+    planner: LoadPlanner,
     threads: int,
     verify: bool,
     counter: ReadCounter,
-    rank: int = 0,
-    world_size: int = 1,
+    rank: int,
+    world_size: int,
 ) -> None:
     """Read items and hand them to a planner; returns when it has all of them.
 
