@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import nostall
 from cli.conftest import Run
+from nostall._cli import listing
 from nostall._cli.listing import Listed, ListedState, parse_policies, reasons, why_kept
 from support.permissions import without_permission
 from support.states import save_stock_way
@@ -165,7 +166,7 @@ def removed_with(
 ) -> None:
     """Let something else happen where ``prune`` removes a checkpoint."""
     remove = nostall.remove_checkpoint
-    monkeypatch.setattr("nostall.removal.remove_checkpoint", lambda path: happens(path, remove))
+    monkeypatch.setattr(listing, "remove_checkpoint", lambda path: happens(path, remove))
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_stays(

@@ -1,7 +1,7 @@
 """The checkpoints in a directory and their states: ``ls``, ``latest``, ``verify`` and ``prune``.
 
 States come from metadata and file sizes. Torch is imported only for checkpoints without a manifest,
-to verify, and for metrics and removal when pruning.
+to verify, and for metrics when pruning.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ from nostall.integrity import (
     why_damaged,
 )
 from nostall.integrity import verify as verification
+from nostall.removal import remove_checkpoint
 from nostall.tier._local import RECORD
 
 _ABOUT = "nostall.about"
@@ -467,8 +468,6 @@ def _newest_complete(checkpoints: Iterable[Listed]) -> Listed | None:
 
 def _remove(removable: Sequence[Listed], newest: Listed | None) -> list[str]:
     """Remove checkpoints; returns the paths of those that still exist."""
-    from nostall.removal import remove_checkpoint
-
     for each in removable:
         # Another process may have removed or replaced either of them meanwhile.
         if newest is None or not is_complete(newest.path):
