@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -169,7 +168,7 @@ def _put(storage: Storage, name: str, content: bytes) -> str:
         ]
         for part in parts:
             part.result()
-    upload.finish(zlib.crc32(content))
+    upload.finish()
     upload.close()
     return upload.name
 

@@ -108,12 +108,8 @@ class Upload(Protocol):
             origin: Offset in the file of the first byte of ``memory``.
         """
 
-    def finish(self, crc32: int | None = None) -> None:
-        """Complete the file; all parts are written.
-
-        Args:
-            crc32: CRC-32 of the file, if known, for storage that compares it with what it received.
-        """
+    def finish(self) -> None:
+        """Complete the file; all parts are written."""
 
     def close(self) -> None:
         """Remove what was written, unless the file is finished; never raises. Idempotent."""

@@ -333,12 +333,11 @@ class ImageFile:
                 raise OSError(errno.EIO, _NOTHING_WRITTEN, self._path)
             begin += written
 
-    def finish(self, crc32: int | None = None) -> None:
+    def finish(self) -> None:
         """Truncate the file to its length, fsync it if asked, and close it.
 
         Some file systems report a full disk or a lost server only at close.
         """
-        del crc32  # a file system has none to compare
         os.ftruncate(self._fd, self._nbytes)
         if self._sync:
             os.fsync(self._fd)

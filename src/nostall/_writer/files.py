@@ -353,12 +353,9 @@ class _FileTask:
             if self._job.sync_files and not is_address(self._job.directory):
                 chunk.phase = "fsync"
             self._faults.at("fsync", self.path)
-            self._file.finish(self._crc32())
+            self._file.finish()
             self._finished_s = self._note("fsync", thread, started_s)
             self.is_done = True
-
-    def _crc32(self) -> int | None:
-        return self._payloads.crc32_of_file if self._job.checksum_files else None
 
     def is_in_order(self) -> bool:
         """Whether chunks are written in order; waits until the file is open or given up."""
@@ -390,7 +387,7 @@ class _FileTask:
             name=self._file.name,
             planned_name=self.name,
             nbytes=self._image.nbytes,
-            crc32_of_file=self._crc32(),
+            crc32_of_file=self._payloads.crc32_of_file if self._job.checksum_files else None,
             extents=None,
             started_s=self._started_s,
             finished_s=self._finished_s,

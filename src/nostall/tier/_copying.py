@@ -145,7 +145,7 @@ class Copier:
                 begin += nbytes
                 self._written_nbytes += nbytes
                 self._on_progress(self._written_nbytes, total_nbytes)
-            upload.finish(file.crc32)
+            upload.finish()
         if not is_store:
             os.replace(storage.where(upload.name), storage.where(file.name))
 
