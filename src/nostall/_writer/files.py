@@ -50,7 +50,7 @@ from nostall._model.threads import work_together
 from nostall._storage.directories import remove_unnamed
 from nostall._storage.locations import is_address, storage_at, take_storage_options
 from nostall._storage.port import Files, Upload, is_transient, require_file
-from nostall._writer.seals import Cancelled, Image, Payloads, Position, plan_chunks
+from nostall._writer.seals import Cancelled, Image, Payloads, Position
 from nostall._writer.streams import StreamFiles, StreamTarget
 
 
@@ -309,7 +309,7 @@ class _FileTask:
         self.failure: Exception | None = None
         self.failed_in = ""
         """The phase in which it failed."""
-        self._payloads = Payloads(plan_chunks(image.seals, self._bounds))
+        self._payloads = Payloads(image.seals, self._bounds)
         self._started_s = 0.0
         self._finished_s = 0.0
         self._spans: list[tuple[str, int, float, float]] = []

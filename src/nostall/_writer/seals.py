@@ -149,15 +149,8 @@ class ChunkPlan(NamedTuple):
     """Payloads and parts, in file order, whose CRCs are combined, not computed again."""
 
 
-class ImagePlan(NamedTuple):
-    """The payloads of one image, by chunk."""
-
-    slot_count: int
-    chunks: tuple[ChunkPlan, ...]
-
-
 @lru_cache(maxsize=_PLANS_KEPT)
-def plan_chunks(seals: SealTable, bounds: tuple[int, ...]) -> ImagePlan:
+def plan_chunks(seals: SealTable, bounds: tuple[int, ...]) -> tuple[ChunkPlan, ...]:
     """Split the payloads of an image at chunk bounds: offsets of chunks, and the end of the last.
 
     Later jobs of a layout have equal tables. Finding their plan by content takes 20 us per 1,000
@@ -201,19 +194,16 @@ def plan_chunks(seals: SealTable, bounds: tuple[int, ...]) -> ImagePlan:
                 later_nbytes=tuple(part.end - part.begin for part in split[1:]),
             )
         )
-    return ImagePlan(
-        slot_count=len(seals.blob_offsets),
-        chunks=tuple(
-            ChunkPlan(
-                begin=bounds[chunk],
-                end=bounds[chunk + 1],
-                runs=tuple(runs[chunk].values()),
-                parts=tuple(parts[chunk]),
-                ending=tuple(ending[chunk]),
-                large=tuple(_large(runs[chunk].values(), parts[chunk])),
-            )
-            for chunk in range(count)
-        ),
+    return tuple(
+        ChunkPlan(
+            begin=bounds[chunk],
+            end=bounds[chunk + 1],
+            runs=tuple(runs[chunk].values()),
+            parts=tuple(parts[chunk]),
+            ending=tuple(ending[chunk]),
+            large=tuple(_large(runs[chunk].values(), parts[chunk])),
+        )
+        for chunk in range(count)
     )
 
 
@@ -239,17 +229,17 @@ def _parts(slot: int, begin: int, end: int, chunk: int, bounds: Sequence[int]) -
 
 
 class Payloads:
-    """The checksums of one image's payloads, and the seals made from them.
+    """The checksums of one image's payloads, and the seals made from them; ``bounds`` as above.
 
     Several threads may checksum different chunks at once. Before sealing, the caller makes sure
     that the chunks needed are checksummed.
     """
 
-    def __init__(self, plan: ImagePlan) -> None:
-        self._chunks = plan.chunks
+    def __init__(self, seals: SealTable, bounds: tuple[int, ...]) -> None:
+        self._chunks = plan_chunks(seals, bounds)
         self._crc_of_part: dict[tuple[int, int], int] = {}
-        self._crc_of_chunk = [0] * len(plan.chunks)
-        self.crc32 = array("I", bytes(4 * plan.slot_count))
+        self._crc_of_chunk = [0] * len(self._chunks)
+        self.crc32 = array("I", bytes(4 * len(seals.blob_offsets)))
         """One per slot; 0 for a slot that is not sealed."""
 
     def sum_parts(self, window: Window, chunk: int) -> None:

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple, Protocol
 from nostall._model.jobs import Faults, FileImage, FileReceipt, WriteJob, WriteWork
 from nostall._model.threads import work_together
 from nostall._storage.posix import create_new
-from nostall._writer.seals import Image, Payloads, Position, plan_chunks
+from nostall._writer.seals import Image, Payloads, Position
 
 
 class StreamTransform(Protocol):
@@ -144,7 +144,7 @@ class StreamFiles:
 
     def _written(self, image: FileImage, path: str, target: StreamTarget) -> FileReceipt:
         window = self._images[image.name].window(0, image.nbytes, thread=0)
-        payloads = Payloads(plan_chunks(image.seals, (0, image.nbytes)))
+        payloads = Payloads(image.seals, (0, image.nbytes))
         payloads.sum_parts(window, 0)
         payloads.seal_ending_in(window, 0)
         started_s = time.monotonic()
