@@ -132,13 +132,6 @@ class Timeline:
             with self._lock:
                 self._spans.append(span)
 
-    def adopt(self, earlier: Timeline) -> None:
-        """Move the spans of another timeline of the same save to this one."""
-        with earlier._lock:
-            spans, earlier._spans = earlier._spans, []
-        with self._lock:
-            self._spans += spans
-
     def stats(
         self, *, rank: int, path: str, receipts: Sequence[FileReceipt], slowest_rank: int | None
     ) -> SaveStats:

@@ -231,7 +231,7 @@ class RankSave:
         staging, self._staging, self.staged_for_next = self._staging, None, None
         if staging is None:
             return
-        self.timeline.adopt(staging.timeline)
+        self.timeline = staging.timeline
         if staging.ranks.are_gone():
             raise staging.ranks.lost(
                 self.settings.directory,
