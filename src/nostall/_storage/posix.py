@@ -84,16 +84,7 @@ class PosixStorage:
         return mmap.PAGESIZE
 
     def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> ImageFile:
-        path = self.where(name)
-        make_directory(os.path.dirname(path))
-        return ImageFile(
-            path,
-            nbytes,
-            root=self._directory,
-            direct=self._direct,
-            sync=self._sync,
-            on_created=on_created,
-        )
+        return ImageFile(self, name, nbytes, on_created)
 
     def flush(self) -> None:
         if self._sync:
@@ -282,28 +273,23 @@ def remove_draft(path: str, fd: int) -> None:
 class ImageFile:
     """A new file being written; several threads may write chunks at once.
 
-    If ``path`` exists, a similar one is made. :attr:`name` is relative to ``root``; ``on_created``
-    is called with it as soon as the file exists, still empty.
+    If the name is taken, a similar one is used. ``on_created`` is called with it as soon as the
+    file exists, still empty.
     """
 
     def __init__(
-        self,
-        path: str,
-        nbytes: int,
-        *,
-        root: str,
-        direct: bool,
-        sync: bool,
-        on_created: Callable[[str], None],
+        self, storage: PosixStorage, name: str, nbytes: int, on_created: Callable[[str], None]
     ) -> None:
-        self._nbytes, self._sync = nbytes, sync
+        self._nbytes, self._sync = nbytes, storage._sync
         self._lock = threading.Lock()
+        path = storage.where(name)
+        make_directory(os.path.dirname(path))
         self._path, self._fd = create_new(path)
-        self.name = os.path.relpath(self._path, root)
+        self.name = os.path.relpath(self._path, storage.where())
         self._direct = False
         try:
             on_created(self.name)
-            if direct:
+            if storage._direct:
                 with suppress(OSError):  # not every file system has it
                     self._set_direct(direct=True)
             _preallocate(self._fd, nbytes)
