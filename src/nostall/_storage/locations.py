@@ -213,19 +213,13 @@ def storage_at(place: str, *, sync: bool = True, direct: bool = False) -> Storag
 def object_storage_at(place: str) -> ObjectStorage:
     """The storage at an address; raises as :func:`storage_at`."""
     # Here and not at the top: no save to a file system needs them.
-    from nostall._storage.object_storage import ObjectStorage
+    if place.startswith("msc://"):
+        from nostall._storage.over_msc import MscStorage
 
-    protocol, _, rest = place.partition("://")
-    if protocol == "msc":
-        from nostall._storage.over_msc import MscClient
+        return MscStorage(place)
+    from nostall._storage.over_obstore import ObstoreStorage
 
-        profile, _, key = rest.partition("/")
-        return ObjectStorage(place, f"{key}/" if key else "", MscClient(f"msc://{profile}"))
-    from nostall._storage.over_obstore import ObstoreClient
-
-    key = rest.partition("/")[2]
-    client = ObstoreClient(_bucket_of(place), storage_options_of(place))
-    return ObjectStorage(place, f"{key}/" if key else "", client)
+    return ObstoreStorage(place, storage_options_of(place))
 
 
 def is_same(one: str, other: str) -> bool:

@@ -9,38 +9,51 @@ of the same content.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 
 from nostall._model.jobs import page_aligned
+from nostall._storage import port
 from nostall._storage.port import Conflict, Stat, Version, between, is_transient, reason
 from nostall.errors import NotDurableError
-
-if TYPE_CHECKING:
-    from nostall._storage import over_msc, over_obstore
-
-    Client: TypeAlias = over_obstore.ObstoreClient | over_msc.MscClient
 
 _MOST_PARTS = 10_000
 _LEAST_PART_NBYTES = 5 << 20
 """S3's limit, except for the last part; 10,000 parts at most."""
 
 
-class ObjectStorage:
-    """A prefix of keys in a bucket; a :class:`~nostall._storage.port.Storage`.
+class ObjectStorage(port.Storage):
+    """A prefix of keys in a bucket.
 
-    ``url`` has no slash at its end; ``prefix`` ends with one, or is empty.
+    ``place`` is an address without a slash at its end. A subclass has the client. Its errors are
+    ``OSError``: ``FileNotFoundError`` for a key that does not exist, ``Conflict`` for one with
+    another version than expected, and an errno of ``port.is_transient`` for a store that is away.
     """
 
     publishes_conditionally = True
 
-    def __init__(self, url: str, prefix: str, client: Client) -> None:
-        self._url = url
-        self._prefix = prefix
-        self._client = client
+    def __init__(self, place: str) -> None:
+        self._place = place
+        protocol, _, rest = place.partition("://")
+        bucket, _, key = rest.partition("/")
+        self._bucket = f"{protocol}://{bucket}"
+        self._prefix = f"{key}/" if key else ""
+
+    @abstractmethod
+    def replace(
+        self, name: str, content: Sequence[bytes | memoryview], *, expected: Version | None
+    ) -> None:
+        """Make or replace an object at one instant, if the name has the expected version.
+
+        ``Conflict`` if it has another one: perhaps this content, if an answer was lost.
+        """
+
+    @abstractmethod
+    def read_into(self, name: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
+        """Fill pieces of memory, one after the other, with bytes of a version, in one request."""
 
     def where(self, name: str = "") -> str:
-        return f"{self._url}/{name}" if name else self._url
+        return f"{self._place}/{name}" if name else self._place
 
     def make_place(self) -> None:
         """Nothing to make: there are no directories."""
@@ -48,25 +61,16 @@ class ObjectStorage:
     def least_part(self, nbytes: int) -> int:
         return page_aligned(max(_LEAST_PART_NBYTES, -(-nbytes // _MOST_PARTS)))
 
-    def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> _Upload:
+    def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> port.Upload:
+        del nbytes
         on_created(name)
-        is_short = nbytes <= self.least_part(nbytes)
-        return _Upload(self._client, self._key(name), name, is_short=is_short)
+        return Upload(self, name)
 
     def flush(self) -> None:
         """Nothing to do: what a store has accepted is durable."""
 
     def open(self, name: str) -> _Source:
-        return _Source(self._client, self._key(name), self.stat(name))
-
-    def stat(self, name: str) -> Stat:
-        return self._client.stat(self._key(name))
-
-    def list(self) -> list[str]:
-        return self._client.list(self._prefix)
-
-    def remove(self, names: Iterable[str]) -> None:
-        self._client.remove([self._key(name) for name in names])
+        return _Source(self, name, self.stat(name))
 
     def remove_place(self) -> None:
         """Nothing to remove: a prefix without objects does not exist."""
@@ -81,7 +85,7 @@ class ObjectStorage:
     ) -> None:
         before()
         try:
-            self._client.put(self._key(name), content, expected=expected)
+            self.replace(name, content, expected=expected)
         except OSError as error:
             # Of several attempts this is the last one's: an earlier one may have succeeded.
             if not self._has(name, b"".join(content), doubt=error):
@@ -117,55 +121,38 @@ class ObjectStorage:
         return self._prefix + name
 
 
-class _Upload:
-    """A new object; one that fits into a part is sent as a whole when it is finished."""
+class Upload:
+    """A new object, sent as a whole when it is finished."""
 
     any_order = False
 
-    def __init__(self, client: Client, key: str, name: str, *, is_short: bool) -> None:
+    def __init__(self, storage: ObjectStorage, name: str) -> None:
         self.name = name
-        self._client = client
-        self._key = key
-        self._is_short = is_short
+        self._storage = storage
         self._pieces: list[memoryview] = []
-        self._writer: over_obstore.Writer | over_msc.Writer | None = None
 
     def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
-        piece = memory[begin - origin : end - origin]
-        if self._is_short:
-            self._pieces.append(piece)
-            return
-        if self._writer is None:
-            self._writer = self._client.begin(self._key, len(piece))
-        self._writer.write(piece)
+        self._pieces.append(memory[begin - origin : end - origin])
 
-    def finish(self, crc32: int | None = None) -> None:
-        del crc32  # no client sends it
-        if self._writer is None:
-            self._client.put(self._key, self._pieces, expected=None)
-        else:
-            self._writer.finish()
-            self._writer = None
+    def finish(self) -> None:
+        self._storage.replace(self.name, self._pieces, expected=None)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.abort()
-            self._writer = None
+        """Nothing to remove: nothing is sent before."""
 
 
 class _Source:
     """One version of an object."""
 
-    def __init__(self, client: Client, key: str, stat: Stat) -> None:
+    def __init__(self, storage: ObjectStorage, name: str, stat: Stat) -> None:
         self.stat = stat
-        self._client = client
-        self._key = key
+        self._storage = storage
+        self._name = name
 
     def read_into(self, offset: int, *memories: memoryview) -> int:
         nbytes = min(sum(map(len, memories)), max(0, self.stat.nbytes - offset))
         if nbytes:
-            wanted = between(memories, 0, nbytes)
-            self._client.read_into(self._key, offset, wanted, self.stat)
+            self._storage.read_into(self._name, offset, between(memories, 0, nbytes), self.stat)
         return nbytes
 
     def close(self) -> None:

@@ -11,103 +11,80 @@ import errno
 import io
 import os
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from nostall._model.names import is_ours_to_remove
+from nostall._storage.object_storage import ObjectStorage
 from nostall._storage.port import Conflict, Stat, Version, between, version_of
 from nostall.errors import OptionError
 
 
-class MscClient:
-    """A profile, such as ``msc://profile``; with the methods of ``over_obstore.ObstoreClient``."""
+class MscStorage(ObjectStorage):
+    """A checkpoint in a profile, such as ``msc://profile/path``."""
 
-    def __init__(self, profile: str) -> None:
+    def __init__(self, place: str) -> None:
         from multistorageclient import resolve_storage_client
 
-        self._profile = profile
-        self._client: Any = resolve_storage_client(f"{profile}/")[0]
+        super().__init__(place)
+        self._client: Any = resolve_storage_client(f"{self._bucket}/")[0]
         self._lock = threading.Lock()
 
-    def put(
-        self, key: str, content: Sequence[bytes | memoryview], *, expected: Version | None
+    def replace(
+        self, name: str, content: Sequence[bytes | memoryview], *, expected: Version | None
     ) -> None:
-        with self._lock, _errors_at(self._where(key)):
-            if expected is not None and version_of(self.stat, key) != expected:
-                raise Conflict(self._where(key))
-            self._client.write(key, b"".join(content))
+        with _errors_at(self.where(name)):
+            if expected is None:
+                self._client.upload_file(self._key(name), _Content(content))
+                return
+            with self._lock:
+                if version_of(self.stat, name) != expected:
+                    raise Conflict(self.where(name))
+                self._client.write(self._key(name), b"".join(content))
 
-    def begin(self, key: str, part_nbytes: int) -> Writer:
-        del part_nbytes  # the client has its own
-        return Writer(self._client, key, self._where(key))
-
-    def read_into(self, key: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
+    def read_into(self, name: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
         from multistorageclient.types import Range
 
         nbytes = sum(map(len, memories))
-        with _errors_at(self._where(key)):
-            content = memoryview(self._client.read(key, Range(offset, nbytes)))
+        with _errors_at(self.where(name)):
+            content = memoryview(self._client.read(self._key(name), Range(offset, nbytes)))
         if len(content) != nbytes:  # the client does not say which bytes it has got
             what = f"the store was asked for {nbytes} bytes, and sent {len(content)}"
-            raise OSError(errno.EREMOTEIO, what, self._where(key))
+            raise OSError(errno.EREMOTEIO, what, self.where(name))
         # There is no condition on reads. Shard files are never replaced, and need none.
-        is_shard = is_ours_to_remove(key.rpartition("/")[2])
-        if not is_shard and version_of(self.stat, key) != stat.version:
-            raise Conflict(self._where(key))
+        if not is_ours_to_remove(name) and version_of(self.stat, name) != stat.version:
+            raise Conflict(self.where(name))
         for memory in memories:
             memory[:], content = content[: len(memory)], content[len(memory) :]
 
-    def stat(self, key: str) -> Stat:
-        with _errors_at(self._where(key)):
-            found = self._client.info(key)
+    def stat(self, name: str) -> Stat:
+        with _errors_at(self.where(name)):
+            found = self._client.info(self._key(name))
         if found.type != "file":
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._where(key))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.where(name))
         modified_s = found.last_modified.timestamp()
         version = Version(f"{found.etag}-{modified_s}-{found.content_length}")
         return Stat(found.content_length, version, modified_s, modified_s)
 
-    def list(self, prefix: str) -> list[str]:
-        with _errors_at(self._where(prefix)), suppress(FileNotFoundError):
-            found = self._client.list(path=prefix, include_directories=True)
+    def list(self) -> list[str]:
+        with _errors_at(self.where()), suppress(FileNotFoundError):
+            found = self._client.list(path=self._prefix, include_directories=True)
             names = {each.key.rstrip("/").rpartition("/")[2] for each in found}
             return [name for name in names if name]
         return []
 
-    def remove(self, keys: Collection[str]) -> None:
-        for key in keys:
-            with _errors_at(self._where(key)), suppress(FileNotFoundError):
-                self._client.delete(key)
-
-    def _where(self, key: str) -> str:
-        return f"{self._profile}/{key}"
-
-
-class Writer:
-    """An object that is sent when it is finished, from the memory of its parts."""
-
-    def __init__(self, client: Any, key: str, where: str) -> None:
-        self._client = client
-        self._key = key
-        self._where = where
-        self._parts: list[memoryview] = []
-
-    def write(self, part: memoryview) -> None:
-        self._parts.append(part)
-
-    def finish(self) -> None:
-        with _errors_at(self._where):
-            self._client.upload_file(self._key, _Content(self._parts))
-
-    def abort(self) -> None:
-        """Nothing to give up: nothing is sent before."""
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            with _errors_at(self.where(name)), suppress(FileNotFoundError):
+                self._client.delete(self._key(name))
 
 
 class _Content(io.RawIOBase):
-    """Parts as a file."""
+    """Pieces of memory as a file."""
 
-    def __init__(self, parts: Sequence[memoryview]) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
+        self._parts = [memoryview(part) for part in parts]
         self._at = 0
 
     def readable(self) -> bool:

@@ -14,12 +14,15 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
+from nostall._model.names import METADATA_NAME
+from nostall._storage import port
+from nostall._storage.object_storage import ObjectStorage
 from nostall._storage.port import ABSENT, Conflict, Stat, Version, between, version_of
 from nostall.errors import OptionError
 
@@ -35,55 +38,51 @@ _PIECE_NBYTES = 1 << 20
 """How much of an answer is copied to its place at once, while the rest arrives."""
 
 
-class ObstoreClient:
-    """The objects of one bucket. Methods may be called from several threads at once.
+class ObstoreStorage(ObjectStorage):
+    """A checkpoint in a bucket. Methods may be called from several threads at once.
 
-    Errors are ``OSError``: ``FileNotFoundError`` for a key that does not exist, ``Conflict`` for
-    one with another version than expected, and an errno of ``port.is_transient`` for a store that
-    is away. The constructor takes a user's options as JSON, and raises ``OptionError`` if obstore
-    refuses them, or does not work in this process.
+    ``options`` is what a user passes to obstore, as JSON. ``OptionError`` if obstore refuses it, or
+    does not work in this process.
     """
 
-    def __init__(self, bucket: str, options: str) -> None:
+    def __init__(self, place: str, options: str) -> None:
+        super().__init__(place)
         if _first_process() != os.getpid():
             raise OptionError(
                 "this process was forked from one that has used an object store, whose client would"
                 " hang here",
-                path=bucket,
+                path=self._bucket,
                 hint='start processes by "spawn", or before the first use of a store',
             )
-        self._bucket = bucket
-        self._store = store_of(bucket, options)
+        self._store = store_of(self._bucket, options)
 
-    def put(
-        self, key: str, content: Sequence[bytes | memoryview], *, expected: Version | None
+    def replace(
+        self, name: str, content: Sequence[bytes | memoryview], *, expected: Version | None
     ) -> None:
-        """Make or replace an object at one instant, if the key has the expected version.
-
-        ``Conflict`` if it has another one: perhaps this content, if an answer was lost.
-        """
         mode: Any = "overwrite"
         if expected is not None:
             mode = "create" if expected == ABSENT else _update_of(expected)
         try:
-            self._put(key, content, mode)
+            self._put(name, content, mode)
         except OSError as error:
             if error.errno != errno.ENOTSUP or not isinstance(mode, dict):
                 raise
             # OpenStack Swift: it knows "if absent" only. Compared here, with a gap before the put.
             _tell_of_the_gap(self._bucket)
-            if version_of(self.stat, key) != expected:
-                raise Conflict(self._where(key)) from error
-            self._put(key, content, "overwrite")
+            if version_of(self.stat, name) != expected:
+                raise Conflict(self.where(name)) from error
+            self._put(name, content, "overwrite")
 
-    def _put(self, key: str, content: Sequence[bytes | memoryview], mode: Any) -> None:
+    def _put(self, name: str, content: Sequence[bytes | memoryview], mode: Any) -> None:
         import obstore
 
         for attempt in range(_ATTEMPTS):
             try:
-                with _errors_at(self._where(key)):
+                with _errors_at(self.where(name)):
                     pieces: Any = iter(content)
-                    obstore.put(self._store, key, pieces, mode=mode, use_multipart=False)
+                    obstore.put(
+                        self._store, self._key(name), pieces, mode=mode, use_multipart=False
+                    )
             except OSError as error:  # obstore does not always repeat what meets another request
                 if error.errno != errno.EBUSY or attempt == _ATTEMPTS - 1:
                     raise
@@ -91,23 +90,24 @@ class ObstoreClient:
             else:
                 return
 
-    def begin(self, key: str, part_nbytes: int) -> Writer:
-        """Begin an object whose parts have this length, but for the last one."""
-        return Writer(self._store, key, part_nbytes, self._where(key))
+    def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> port.Upload:
+        if nbytes <= self.least_part(nbytes):
+            return super().put(name, nbytes, on_created=on_created)
+        on_created(name)
+        return _UploadInParts(self._store, self._key(name), name, self.where(name))
 
-    def read_into(self, key: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
-        """Fill pieces of memory, one after the other, with bytes of a version, in one request."""
+    def read_into(self, name: str, offset: int, memories: Sequence[memoryview], stat: Stat) -> None:
         import obstore
 
         asked = offset, offset + sum(map(len, memories))
         options: Any = {"if_match": _update_of(stat.version)["e_tag"]}
         if asked != (0, stat.nbytes):  # otherwise no range: some stores always send all
             options["range"] = asked
-        with _errors_at(self._where(key)):
-            got = obstore.get(self._store, key, options=options)
+        with _errors_at(self.where(name)):
+            got = obstore.get(self._store, self._key(name), options=options)
             if got.range != asked:
                 what = f"the store was asked for bytes {asked}, and sent {got.range}"
-                raise OSError(errno.EREMOTEIO, what, self._where(key))
+                raise OSError(errno.EREMOTEIO, what, self.where(name))
             done = 0
             for answer in got.stream(min_chunk_size=_PIECE_NBYTES):
                 piece = memoryview(answer)
@@ -115,74 +115,80 @@ class ObstoreClient:
                     memory[:], piece = piece[: len(memory)], piece[len(memory) :]
                     done += len(memory)
                 if piece:
-                    raise OSError(errno.EREMOTEIO, "the answer is too long", self._where(key))
+                    raise OSError(errno.EREMOTEIO, "the answer is too long", self.where(name))
             if done < asked[1] - offset:
-                raise OSError(errno.EIO, "the answer is too short", self._where(key))
+                raise OSError(errno.EIO, "the answer is too short", self.where(name))
 
-    def stat(self, key: str) -> Stat:
-        """Length, version and age of an object."""
+    def stat(self, name: str) -> Stat:
         import obstore
 
-        with _errors_at(self._where(key)):
-            found = obstore.head(self._store, key)
+        with _errors_at(self.where(name)):
+            found = obstore.head(self._store, self._key(name))
         if not found["e_tag"]:  # a proxy's page
             what = "the answer is not one of an object store: it has no ETag"
-            raise OSError(errno.EREMOTEIO, what, self._where(key))
+            raise OSError(errno.EREMOTEIO, what, self.where(name))
         modified_s = found["last_modified"].timestamp()
         version = f"{found['e_tag']}\n{found['version'] or ''}"
         return Stat(found["size"], Version(version), modified_s, modified_s)
 
-    def list(self, prefix: str) -> list[str]:
-        """The rest of each key behind the prefix, up to the next ``/``, once each; in any order."""
+    def list(self) -> list[str]:
         import obstore
 
-        with _errors_at(self._where(prefix)):
-            found = obstore.list_with_delimiter(self._store, prefix or None)
+        with _errors_at(self.where()):
+            found = obstore.list_with_delimiter(self._store, self._prefix or None)
         keys = [*(each["path"] for each in found["objects"]), *found["common_prefixes"]]
         if not keys:  # obstore takes any page for an empty list, and a proxy's has everything
             with suppress(FileNotFoundError):
-                self.stat(f"{prefix}.metadata")
-        return [key[len(prefix) :] for key in keys if len(key) > len(prefix)]
+                self.stat(METADATA_NAME)
+        return [name for key in keys if (name := key[len(self._prefix) :])]
 
-    def remove(self, keys: Collection[str]) -> None:
-        """Remove objects; absent ones are no error."""
+    def remove(self, names: Iterable[str]) -> None:
         import obstore
 
+        names = list(names)
         try:
-            with _errors_at(self._where(next(iter(keys), ""))):
-                obstore.delete(self._store, list(keys))
+            with _errors_at(self.where(next(iter(names), ""))):
+                obstore.delete(self._store, [self._key(name) for name in names])
         except FileNotFoundError:  # not of S3; others may not be removed yet
-            for key in keys if len(keys) > 1 else ():
-                self.remove([key])
-
-    def _where(self, key: str) -> str:
-        return f"{self._bucket}/{key}"
+            for name in names if len(names) > 1 else ():
+                self.remove([name])
 
 
-class Writer:
+class _UploadInParts:
     """An object that obstore sends from memory, 12 parts at a time, on threads of its own.
 
-    The memory stays unchanged until the object is finished or aborted.
+    The memory stays unchanged until the object is finished or closed.
     """
 
-    def __init__(self, store: Any, key: str, part_nbytes: int, where: str) -> None:
+    any_order = False
+
+    def __init__(self, store: Any, key: str, name: str, where: str) -> None:
+        self.name = name
+        self._store = store
+        self._key = key
+        self._where = where
+        self._file: Any = None
+
+    def write(self, memory: memoryview, begin: int, end: int, *, origin: int = 0) -> None:
         import obstore
 
-        self._where = where
-        self._file = obstore.open_writer(store, key, buffer_size=part_nbytes)
-
-    def write(self, part: memoryview) -> None:
         with _errors_at(self._where):
-            self._file.write(part)
+            if self._file is None:  # all parts are as long as the first, but for the last one
+                nbytes = end - begin
+                self._file = obstore.open_writer(self._store, self._key, buffer_size=nbytes)
+            self._file.write(memory[begin - origin : end - origin])
 
     def finish(self) -> None:
         """Wait until all is sent, and make the object; a failure aborts."""
         with _errors_at(self._where):
             self._file.close()
+        self._file = None
 
-    def abort(self) -> None:
-        with suppress(Exception):  # of any kind; one that was closed is refused
-            self._file.__exit__(Exception, None, None)
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(Exception):  # of any kind; one that was closed is refused
+                self._file.__exit__(Exception, None, None)
+            self._file = None
 
 
 def _update_of(version: Version) -> dict[str, str]:
