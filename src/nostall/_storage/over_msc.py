@@ -8,7 +8,6 @@ right before it is replaced.
 from __future__ import annotations
 
 import errno
-import io
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from nostall._model.names import is_ours_to_remove
 from nostall._storage.object_storage import ObjectStorage
-from nostall._storage.port import Conflict, Stat, Version, between, version_of
+from nostall._storage.port import ABSENT, Conflict, Stat, Version, as_stream, between, version_of
 from nostall.errors import OptionError
 
 
@@ -36,7 +35,7 @@ class MscStorage(ObjectStorage):
     ) -> None:
         with _errors_at(self.where(name)):
             if expected is None:
-                self._client.upload_file(self._key(name), _Content(content))
+                self._client.upload_file(self._key(name), as_stream(_Pieces(content)))
                 return
             with self._lock:
                 if version_of(self.stat, name) != expected:
@@ -80,33 +79,23 @@ class MscStorage(ObjectStorage):
                 self._client.delete(self._key(name))
 
 
-class _Content(io.RawIOBase):
-    """Pieces of memory as a file."""
+class _Pieces:
+    """Pieces of memory; a :class:`~nostall._storage.port.Source`."""
 
-    def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
-        self._parts = [memoryview(part) for part in parts]
-        self._at = 0
+    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
+        self._pieces = [memoryview(piece) for piece in pieces]
+        self.stat = Stat(sum(map(len, self._pieces)), ABSENT, 0.0, 0.0)
 
-    def readable(self) -> bool:
-        return True
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        begin = offset
+        for memory in memories:
+            content = b"".join(between(self._pieces, offset, offset + len(memory)))
+            memory[: len(content)] = content
+            offset += len(content)
+        return offset - begin
 
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, memory: Any) -> int:
-        begin, memory = self._at, memoryview(memory)
-        for piece in between(self._parts, begin, begin + len(memory)):
-            memory[: len(piece)], memory = piece, memory[len(piece) :]
-            self._at += len(piece)
-        return self._at - begin
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        nbytes = sum(map(len, self._parts))
-        self._at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: nbytes}[whence] + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
+    def close(self) -> None:
+        """Nothing to release."""
 
 
 @contextmanager
