@@ -56,6 +56,17 @@ def missing(package: str, error: ImportError, *, also: str = "") -> ImportError:
     )
 
 
+@contextmanager
+def attribute_set(target: Any, name: str, value: object) -> Iterator[None]:
+    """Give an attribute another value during the block."""
+    before = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, before)
+
+
 class Removals:
     """Removals by a framework's rotation, each delayed until the saves before it are committed.
 
@@ -465,11 +476,8 @@ def _captured(directory: str) -> Iterator[dict[str, dict[str, Any]]]:
         states[str(path)] = state_dict
         return None
 
-    dcp.save = save
-    try:
+    with attribute_set(dcp, "save", save):
         yield states
-    finally:
-        dcp.save = original
 
 
 def _sync(place: _Place, rank: int, *, besides: Iterable[Path]) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed.fsdp import StateDictType
 
-from nostall.integrations._saves import DirectorySaves, missing
+from nostall.integrations._saves import DirectorySaves, attribute_set, missing
 
 __all__ = ["NostallAccelerator"]
 
@@ -78,7 +78,9 @@ class NostallAccelerator(_accelerate.Accelerator):  # type: ignore[misc,name-def
         else:
             path = os.path.abspath(output_dir)
             saving = self._directories.save(path, os.path.dirname(path))
-        with saving as directory, shards_on_device(self), _without_naming(naming):
+        # So that Accelerate takes a directory, and rotates nothing.
+        without_naming = attribute_set(naming, "automatic_checkpoint_naming", False)
+        with saving as directory, shards_on_device(self), without_naming:
             super().save_state(directory, safe_serialization, **kwargs)
         return Path(path)
 
@@ -125,27 +127,10 @@ def saves_shards(accelerator: Any) -> bool:
     return (plugin.fsdp_version, plugin.state_dict_type) == wanted
 
 
-@contextmanager
-def shards_on_device(accelerator: Any) -> Iterator[None]:
+def shards_on_device(accelerator: Any) -> AbstractContextManager[None]:
     """Leave shards where they are during a save: copying them to the host once is enough."""
     config = accelerator.state.fsdp_plugin.state_dict_config
-    offload = config.offload_to_cpu
-    config.offload_to_cpu = False
-    try:
-        yield
-    finally:
-        config.offload_to_cpu = offload
-
-
-@contextmanager
-def _without_naming(naming: Any) -> Iterator[None]:
-    """Let ``save_state`` take a directory, and rotate nothing."""
-    automatic = naming.automatic_checkpoint_naming
-    naming.automatic_checkpoint_naming = False
-    try:
-        yield
-    finally:
-        naming.automatic_checkpoint_naming = automatic
+    return attribute_set(config, "offload_to_cpu", False)
 
 
 def _number(path: str) -> int:
