@@ -275,22 +275,6 @@ def changed_too_early(names: Sequence[str]) -> StagingError:
     )
 
 
-class _Changes:
-    """Tensors, and torch's counts of their changes when this object was made."""
-
-    def __init__(self, tensors: list[Any], names: list[str]) -> None:
-        self.tensors = tensors
-        self._names = names
-        self._before = _torch.changes_of(tensors)
-
-    def since_then(self) -> list[str]:
-        """Names of the tensors that have changed."""
-        now = _torch.changes_of(self.tensors)
-        return (
-            [] if now == self._before else list(compress(self._names, map(ne, now, self._before)))
-        )
-
-
 def stage_behind(
     sources: Sequence[Source],
     names: Sequence[str],
@@ -314,7 +298,14 @@ def stage_behind(
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
     detached, live = detach_all(sources)
-    changes = _Changes([detached[at] for at in live], [names[at] for at in live])
+    watched: list[Any] = [detached[at] for at in live]
+    watched_names, before = [names[at] for at in live], _torch.changes_of(watched)
+
+    def changed() -> list[str]:
+        """Names of the tensors that have changed since the call."""
+        now = _torch.changes_of(watched)
+        return [] if now == before else list(compress(watched_names, map(ne, now, before)))
+
     tensors = [each for each in detached if isinstance(each, torch.Tensor)]
     marks, current = devices.stream_marks(tensors), devices.current_devices(tensors)
     fence = SnapshotFence(timeout_s)
@@ -326,15 +317,15 @@ def stage_behind(
             try:
                 if not is_watched:
                     fence.wait_awaited(min(time.monotonic() - began_s, _SECOND_LOOK_S))
-                changed = changes.since_then()  # before tensors may change
+                too_early = changed()  # before tensors may change
                 fence.open(copies)
                 copies.wait()
-                changed = changed or fence.close(changes.since_then)
-                if changed:
-                    raise changed_too_early(changed)
+                too_early = too_early or fence.close(changed)
+                if too_early:
+                    raise changed_too_early(too_early)
                 if is_watched:
-                    _torch.empty_all(changes.tensors)
-                    fence.changed = changes.since_then
+                    _torch.empty_all(watched)
+                    fence.changed = changed
             except BaseException:  # passed on; the snapshot has no other owner yet
                 discard(made)
                 raise
