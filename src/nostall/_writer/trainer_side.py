@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.spawn import get_executable
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeAlias, TypeVar
 
 import psutil
 
@@ -77,8 +78,12 @@ class _Waiting(Generic[T]):
     """Makes the answer if the process dies: once it has ended, so it may clean up after it; at once
     for a job that comes later.
     """
-    holds: object
-    """A resource that the process uses until it answers; kept from reuse until then."""
+    on_event: Callable[[Message], object]
+    """Called with its other messages; what it refers to is kept until the process answers."""
+
+
+def _refuse(message: Message) -> NoReturn:
+    raise ProtocolError(f"an unexpected message: {message!r:.200}")
 
 
 def bare_arguments(module: str) -> list[str]:
@@ -208,17 +213,13 @@ class ChildProcess(Generic[T]):
         if fd >= 0:
             os.close(fd)
 
-    def _handle_event(self, message: Message) -> None:
-        """Handle a message that is no answer; ``ProtocolError`` if this kind does not send it."""
-        raise ProtocolError(f"an unexpected message: {message!r:.200}")
-
     def _ask(
         self,
         job: str,
         on_death: Callable[[Failure], T],
         messages: Iterable[Addressed],
         *,
-        holds: object = None,
+        on_event: Callable[[Message], object] = _refuse,
     ) -> Future[T]:
         """Send messages, the last of which requests a job; the future always ends."""
         future: Future[T] = Future()
@@ -226,7 +227,7 @@ class ChildProcess(Generic[T]):
         with self._lock:
             death = self._death
             if death is None:
-                self._waiting[job] = _Waiting(future=future, on_death=on_death, holds=holds)
+                self._waiting[job] = _Waiting(future=future, on_death=on_death, on_event=on_event)
         if death is not None:
             future.set_result(on_death(death))
             return future
@@ -287,8 +288,10 @@ class ChildProcess(Generic[T]):
                     waiting = self._waiting.pop(message.job, None)
                 if waiting is not None:  # a late answer without a waiter is dropped
                     waiting.future.set_result(message.outcome)
-            case _:
-                self._handle_event(message)
+            case _:  # an event, which begins with the job
+                waiting = self._waiting.get(message[0])
+                if waiting is not None:
+                    waiting.on_event(message)
 
     def _settle_rest(self) -> None:
         try:
@@ -345,13 +348,6 @@ class ChildProcess(Generic[T]):
 # --- the writer process ---------------------------------------------------------------------------
 
 
-class _Held(NamedTuple):
-    """The part of a job that is kept until the writer process answers; ``created`` are paths."""
-
-    lease: Lease
-    created: list[str]
-
-
 class WriterProcess(ChildProcess[RankReport]):
     """A process that writes file images to storage and never imports torch."""
 
@@ -400,7 +396,8 @@ class WriterProcess(ChildProcess[RankReport]):
             # Nobody else submits a job in this block before it is sent: the lease is this save's.
             self._mapped.add(block.id)
             messages.insert(0, (MapBlock(block.id, block.nbytes), (block.fd,)))
-        return self._ask(job.job, on_death, messages, holds=_Held(lease, created))
+        on_event = partial(self._handle_event, lease, created)
+        return self._ask(job.job, on_death, messages, on_event=on_event)
 
     def unanswered(self, save: str) -> dict[str, Future[RankReport]]:
         """The unanswered jobs of a save, and their futures."""
@@ -421,17 +418,15 @@ class WriterProcess(ChildProcess[RankReport]):
             self._mapped.discard(block_id)
             self._send_later(UnmapBlock(block_id))
 
-    def _handle_event(self, message: Message) -> None:
+    def _handle_event(self, _lease: Lease, created: list[str], message: Message) -> None:
         match message:
             case Progress():
                 self._on_progress(message.job, message.nbytes)
             case Created():
-                waiting = self._waiting.get(message.job)
-                if waiting is not None and isinstance(waiting.holds, _Held):
-                    waiting.holds.created.append(message.path)
-                    self._on_created(message.job, message.path)
+                created.append(message.path)
+                self._on_created(message.job, message.path)
             case _:
-                super()._handle_event(message)
+                _refuse(message)
 
 
 # --- start and end of a process -------------------------------------------------------------------

@@ -107,8 +107,9 @@ class Promotion:
         if (failure := self.failure) is not None:
             raise error_of(RankFailed(rank=0, failure=failure))
 
-    def note(self, news: News) -> None:
+    def note(self, news: Message) -> None:
         """Record progress, or trouble; that is logged when it is new."""
+        assert isinstance(news, News)
         status = self._status._replace(**{"trouble": "", **news.news})
         if status.trouble not in ("", self._status.trouble) and not news.is_expected:
             _log.warning("not promoted yet, trying again: path=%s: %s", self.path, status.trouble)
@@ -138,14 +139,7 @@ class _Copying(ChildProcess[Failure | None]):
     def ask(self, promotion: Promotion, lock_fd: int) -> Future[Failure | None]:
         """Ask for a promotion; the future always ends."""
         asked, job = (Ask(promotion.message), (lock_fd,)), promotion.message["job"]
-        return self._ask(job, lambda failure: failure, [asked], holds=promotion)
-
-    def _handle_event(self, message: Message) -> None:
-        if not isinstance(message, News):
-            super()._handle_event(message)
-        elif (waiting := self._waiting.get(message.job)) is not None:
-            assert isinstance(waiting.holds, Promotion)
-            waiting.holds.note(message)
+        return self._ask(job, lambda failure: failure, [asked], on_event=promotion.note)
 
 
 class Root:
