@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 
 from nostall._model.jobs import page_aligned
 from nostall._storage import port
-from nostall._storage.port import Conflict, Stat, Version, between, is_transient, reason
-from nostall.errors import NotDurableError
+from nostall._storage.port import Conflict, Stat, Version, between, is_transient, unknown_outcome
 
 _MOST_PARTS = 10_000
 _LEAST_PART_NBYTES = 5 << 20
@@ -89,9 +88,10 @@ class ObjectStorage(port.Storage):
         except OSError as error:
             # Of several attempts this is the last one's: an earlier one may have succeeded.
             if not self._has(name, b"".join(content), doubt=error):
-                is_clear = isinstance(error, Conflict) or not is_transient(error)
+                if isinstance(error, Conflict) or not is_transient(error):
+                    raise
                 # A put whose answer is lost may still arrive.
-                raise error if is_clear else self._unknown(name, error) from error
+                raise unknown_outcome(self.where(name), "the metadata", error) from error
 
     def _has(self, name: str, content: bytes, *, doubt: OSError) -> bool:
         """Whether an object has this content; ``NotDurableError`` if the store does not say."""
@@ -104,18 +104,8 @@ class ObjectStorage(port.Storage):
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise self._unknown(name, doubt, error) from doubt
+            raise unknown_outcome(self.where(name), "the metadata", doubt, error) from doubt
         return found == content
-
-    def _unknown(self, name: str, *errors: OSError) -> NotDurableError:
-        return NotDurableError(
-            "cannot determine whether the metadata was published: "
-            + ", and then ".join(dict.fromkeys(map(reason, errors))),
-            errno=errors[0].errno,
-            phase="commit",
-            path=self.where(name),
-            hint="look at the checkpoint when the store answers again",
-        )
 
     def _key(self, name: str) -> str:
         return self._prefix + name

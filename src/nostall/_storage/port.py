@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import Any, BinaryIO, NamedTuple, NewType, Protocol
 
-from nostall.errors import ReadError
+from nostall.errors import NotDurableError, ReadError
 
 MOST_METADATA_NBYTES = 2 << 30
 """Limit on metadata that is read: some hundred bytes per item, so millions of items."""
@@ -220,6 +220,18 @@ def leaves_open(error: Exception) -> bool:
 def reason(error: Exception) -> str:
     """Description of an error, without its place."""
     return error.strerror if isinstance(error, OSError) and error.strerror else repr(error)
+
+
+def unknown_outcome(path: str, what: str, *errors: Exception) -> NotDurableError:
+    """The error that something may have got its name or not; ``errors`` are storage's answers."""
+    return NotDurableError(
+        f"cannot determine whether {what} was published: "
+        + ", and then ".join(dict.fromkeys(map(reason, errors))),
+        errno=errors[0].errno if isinstance(errors[0], OSError) else None,
+        phase="commit",
+        path=path,
+        hint="look there when storage answers again; another process may save to it",
+    )
 
 
 def how_to_read(error: OSError) -> str:

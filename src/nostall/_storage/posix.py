@@ -39,6 +39,7 @@ from nostall._storage.port import (
     open_to_read,
     read_metadata,
     reason,
+    unknown_outcome,
     version_of,
 )
 from nostall.errors import NotDurableError, ReadError
@@ -139,7 +140,7 @@ class PosixStorage:
             try:
                 is_ours = is_there()
             except Exception as error:  # the rename was done
-                raise _unknown(final, "the metadata", error) from error
+                raise unknown_outcome(final, "the metadata", error) from error
             if not is_ours:
                 raise NotDurableError(
                     "the published metadata is not the metadata of this save",
@@ -187,7 +188,7 @@ def give_name(final: str, temporary: str, *, what: str, is_there: Callable[[], b
                 raise
             doubt = doubt or error
             if is_refused or is_absent or wait_s is None:
-                raise _unknown(final, what, doubt, error) from doubt
+                raise unknown_outcome(final, what, doubt, error) from doubt
             time.sleep(wait_s)
         else:
             return
@@ -208,17 +209,6 @@ def make_name_durable(path: str, *, what: str) -> None:
             path=path,
             hint="it may not survive a power failure; save again when storage answers",
         ) from error
-
-
-def _unknown(path: str, what: str, *errors: Exception) -> NotDurableError:
-    return NotDurableError(
-        f"cannot determine whether {what} was published: "
-        + ", and then ".join(dict.fromkeys(map(reason, errors))),
-        errno=errors[0].errno if isinstance(errors[0], OSError) else None,
-        phase="commit",
-        path=path,
-        hint="check the directory when storage answers again; another process may save to it",
-    )
 
 
 def write_draft(path: str, content: Sequence[bytes], *, sync: bool) -> int:
