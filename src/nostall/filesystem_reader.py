@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from nostall import _torch
+from nostall._commit.commit import why_no_checkpoint
 from nostall._commit.description import Description, describe
 from nostall._model.names import AS_SAFETENSORS
 from nostall._model.progress import ReadCounter, listed
@@ -43,6 +44,8 @@ __all__ = ["FileSystemReader"]
 _log = logging.getLogger("nostall")
 
 Verify = Literal["none", "crc"]
+
+LIST_HINT = "`nostall ls ROOT` lists checkpoints"
 
 
 class FileSystemReader(dcp.FileSystemReader):
@@ -135,9 +138,14 @@ class FileSystemReader(dcp.FileSystemReader):
                 own class, or required parts that only a newer torch knows.
             UntrustedMetadataError: It is damaged, or names files outside the checkpoint directory.
         """
-        with self._opened(kwargs.get("rank")) as (source, path):
-            description = self._description_in(source, path)
-            return description.private(source, load_id=self.load_id)
+        try:
+            with self._opened(kwargs.get("rank")) as (source, path):
+                description = self._description_in(source, path)
+                return description.private(source, load_id=self.load_id)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            place = self._resolved()
+            why = f"{why_no_checkpoint(place)} ({LIST_HINT})"
+            raise type(error)(error.errno, why, place) from None
 
     def shared_metadata(self, rank: int | None = None) -> Metadata:
         """The items alone, for reading only: other readers may share it.

@@ -22,7 +22,7 @@ from nostall._commit.checking import (
     require_answers,
     size_of,
 )
-from nostall._commit.commit import committed_latest_first
+from nostall._commit.commit import committed_latest_first, why_no_checkpoint
 from nostall._model.checksum import use_fastest
 from nostall._model.names import METADATA_NAME, is_metadata_of_one_rank
 from nostall._model.progress import ReadCounter
@@ -280,7 +280,7 @@ def _seen(
     try:
         inventory = read_inventory(files, with_items=deep)
     except (FileNotFoundError, NotADirectoryError):
-        note = f"no checkpoint was committed here: {METADATA_NAME} does not exist"
+        note = why_no_checkpoint(directory)
         return Verification(path=directory, state=State.NOT_THERE, note=note)
     except UnknownMetadataError:
         raise

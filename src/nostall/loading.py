@@ -14,13 +14,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
-from nostall._commit.commit import found_instead
+from nostall._commit.commit import why_no_checkpoint
 from nostall._model.threads import gc_paused
 from nostall._read.planner import Planner, empty_in, outer_names
 from nostall._storage.locations import identity, is_address, place_of, require_possible
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError
-from nostall.filesystem_reader import Verify
+from nostall.filesystem_reader import LIST_HINT, Verify
 from nostall.stats import LoadStats
 
 __all__ = ["load"]
@@ -171,17 +171,14 @@ class _Reader(CachedMetadataFileSystemReader):
         """
         try:
             return self.shared_metadata(kwargs.get("rank"))
-        except (FileNotFoundError, NotADirectoryError) as error:
-            what = f"no checkpoint was committed here{found_instead(str(self.path))}"
-            if os.path.isfile(self.path):
-                what = "a file, not the directory of a checkpoint"
+        except (FileNotFoundError, NotADirectoryError):
             raise ReadError(
-                what,
+                why_no_checkpoint(str(self.path)),
                 errno=errno.ENOENT,
                 phase="read",
                 path=str(self.path),
-                hint="`nostall ls ROOT` lists checkpoints",
-            ) from error
+                hint=LIST_HINT,
+            ) from None  # the traceback is that of the caller
 
 
 class _Selection:

@@ -20,7 +20,7 @@ from nostall._model.jobs import FileImage, RankFailed, RankReport, SealTable, Wr
 from nostall._model.progress import SaveState
 from nostall._model.threads import is_done, spawn_or_run, uninterrupted
 from nostall._save.split_save import BackgroundSave
-from nostall._storage.locations import absolute, without_links
+from nostall._storage.locations import absolute, require_possible, without_links
 from nostall._storage.posix import give_name, make_name_durable, remove_leftover, sync_name
 from nostall._writer.trainer_side import import_paths
 from nostall.core import AsyncCallsQueue, AsyncRequest
@@ -262,7 +262,7 @@ class TorchAsyncCheckpoint:
             of pickling and writing.
 
             Raises:
-                OptionError: The target is not a path.
+                OptionError: The target is not a path, or one that no file can have.
             """
             target = kwargs.pop("f", None)
             if target is None and args:
@@ -273,6 +273,7 @@ class TorchAsyncCheckpoint:
                     f"an object of type {kind} cannot be written in the background",
                     hint="pass a path: async_save(state_dict, path)",
                 )
+            require_possible(target)
             save = _FileSave(state_dict, os.fspath(target), tuple(args), kwargs)
             request = AsyncRequest(save, [0, None], [], preload_fn=save.stage)
             self._queue.schedule_async_request(request)

@@ -490,10 +490,14 @@ def test_where_there_is_none_is_not_damage(tmp_path: Path) -> None:
     save_split(tmp_path / "uncommitted", small_state())
     (tmp_path / "uncommitted" / ".metadata").unlink()
     (tmp_path / "file").touch()
-    for name in ("nothing", "uncommitted", "file"):
+    for name, why in {
+        "nothing": "no such directory",
+        "uncommitted": "no checkpoint was committed here",
+        "file": "a file",
+    }.items():
         found = nostall.verify(tmp_path / name)
         assert (found.ok, found.state, found.damages) == (False, State.NOT_THERE, ()), name
-        assert "no checkpoint was committed here" in (found.note or "")
+        assert why in (found.note or "")
         assert not nostall.is_complete(tmp_path / name)
         assert not nostall.is_complete(tmp_path / name, deep=True)
     assert nostall.latest_complete(tmp_path / "nothing") is None

@@ -22,7 +22,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nostall._model.threads import is_done
 from nostall._storage import posix
 from nostall.core import AsyncCallsQueue, abort_all
-from nostall.errors import NotDurableError, SaveAbortedError, StagingError, WriteError
+from nostall.errors import (
+    NotDurableError,
+    OptionError,
+    SaveAbortedError,
+    StagingError,
+    WriteError,
+)
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs.entry_points import differing, spoil
 from programs.queueing import names
@@ -198,8 +204,10 @@ def test_a_failed_file_leaves_the_earlier_one(
 def test_what_cannot_be_pickled_fails_with_the_files_name(
     checkpoint: TorchAsyncCheckpoint, tmp_path: Path
 ) -> None:
-    """The error is raised when the save is finalised, as other ranks may wait for this one."""
+    """When the save is finalised, as other ranks may wait; an impossible path fails at once."""
     path = tmp_path / "state.pt"
+    with pytest.raises(OptionError, match="null character"):
+        checkpoint.async_save({}, f"{path}\0")
     checkpoint.async_save({"x": lambda: 0}, path)
     with pytest.raises(CheckpointException, match=r"phase=stage.*state\.pt"):
         checkpoint.finalize_async_save(blocking=True)

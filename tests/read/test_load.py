@@ -272,10 +272,7 @@ def test_a_tensor_whose_module_is_missing_is_not_damage(
 
 
 def test_errors_are_typed_and_name_the_place(tmp_path: Path) -> None:
-    """A file instead of a directory, damaged files, and an item without a file."""
-    (tmp_path / "file").touch()
-    with pytest.raises(ReadError, match="a file, not the directory of a checkpoint"):
-        nostall.load({}, tmp_path / "file")
+    """Damaged files, and an item without a file."""
     path, state = tmp_path / "checkpoint", {"a": torch.zeros(1 << 20)}
     save(path, {"a": torch.ones(1 << 20), "o": {"n": (1, 2)}})
     shard, metadata = path / "__0_0.distcp", path / ".metadata"
@@ -404,7 +401,7 @@ def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    """The directory of all checkpoints, which it names, nothing, or a variable that was not set."""
+    """The directory of all checkpoints, which it names, nothing, a file, an unset variable."""
     for step in (9, 10):
         save(tmp_path / f"step-{step}", {"a": torch.ones(2)})
     state = {"a": torch.zeros(2)}
@@ -412,9 +409,19 @@ def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
         ReadError, match="committed here; checkpoints below it, newest first: step-10, step-9 "
     ):
         nostall.load(state, tmp_path)
-    for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ReadError, match="no checkpoint was committed here"):
+    (tmp_path / "file").touch()
+    for place, why in {
+        "": "no checkpoint was committed here",
+        "none": "there is no such directory",
+        "file": "a file, not the directory of a checkpoint",
+        "file/none": f"there is no such directory; {tmp_path}/file is a file",
+    }.items():
+        path = tmp_path / place
+        with pytest.raises(ReadError, match=f"^{why}.*path={path}.*ls ROOT") as caught:
             nostall.load(state, path)
+        assert caught.value.__suppress_context__  # the traceback is a short one
+        with pytest.raises(OSError, match=f"{why}.*ls ROOT.*{path}"):
+            nostall.FileSystemReader(path).read_metadata()
     with pytest.raises(OptionError, match="the checkpoint path is empty"):
         nostall.load(state, "")
 

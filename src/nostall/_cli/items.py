@@ -28,7 +28,7 @@ from nostall._cli.output import (
     progress,
     table,
 )
-from nostall._commit.commit import found_instead
+from nostall._commit.commit import why_no_checkpoint
 from nostall._commit.manifest import Manifest, split
 from nostall._commit.metadata import extents_of, load_metadata
 from nostall._model.names import METADATA_NAME
@@ -212,9 +212,8 @@ def open_checkpoint(path: str) -> tuple[dict[str, Item], Metadata, Manifest | No
     try:
         with open_to_read(files, METADATA_NAME) as stream:
             content = read_metadata(stream, where)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        why = f"no checkpoint was committed here{found_instead(path)}"
-        raise NotThere(f"{path}: {why}") from error
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotThere(f"{path}: {why_no_checkpoint(path)}") from None
     pickled, manifest = split(content, path=where)
     metadata = load_metadata(pickled, path=where)
     extents_of(metadata, path=where)  # refuses files outside the directory

@@ -28,7 +28,7 @@ from nostall._model.names import (
     order_of_commit,
 )
 from nostall._model.wording import some
-from nostall._storage.locations import is_address, storage_at
+from nostall._storage.locations import is_address, storage_at, why_no_directory
 from nostall._storage.port import (
     Conflict,
     Storage,
@@ -229,7 +229,7 @@ def directories_in(root: str) -> list[str]:
             hint="pass the parent directory of the checkpoint directories"
             if is_file
             else "check that it exists and may be listed",
-        ) from error
+        ) from (None if is_file else error)
 
 
 def _committed_of(paths: Iterable[str]) -> list[str]:
@@ -254,6 +254,16 @@ def _candidate(path: str) -> tuple[Order, str] | None:
         return None
     at_s = _committed_at_s(path) or inf  # unknown: looked at first, so that it is named
     return order_of_commit(path, at_s, is_link=os.path.islink(path)), path
+
+
+def why_no_checkpoint(path: str) -> str:
+    """The reason that a place has no checkpoint to read, with :func:`found_instead`."""
+    if is_address(path) or os.path.isdir(path):
+        return f"no checkpoint was committed here{found_instead(path)}"
+    if os.path.exists(path):
+        return "a file, not the directory of a checkpoint"
+    in_the_way = why_no_directory(os.path.abspath(path))
+    return "there is no such directory" + (f"; {in_the_way}" if in_the_way else "")
 
 
 def found_instead(path: str) -> str:

@@ -18,7 +18,7 @@ from nostall._model.threads import is_done, spawn_or_run
 from nostall._storage.directories import remove_unnamed
 from nostall._storage.locations import storage_at, why_no_directory
 from nostall._storage.port import may_have
-from nostall.errors import CheckpointExistsError, SaveTimeoutError, WriteError
+from nostall.errors import CheckpointExistsError, OptionError, SaveTimeoutError, WriteError
 
 _log = logging.getLogger("nostall")
 
@@ -80,6 +80,8 @@ def call_with_deadline(
 def _settle(done: Future[T], call: Callable[[], T]) -> None:
     try:
         result = call()
+    except OptionError as error:  # only the caller's lines help
+        done.set_exception(error.with_traceback(None))
     except BaseException as error:  # raised in the waiting thread
         done.set_exception(error)
     else:

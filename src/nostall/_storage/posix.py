@@ -434,7 +434,7 @@ def make_directory(path: str) -> None:
         os.mkdir(path)
     except FileExistsError:
         if not os.path.isdir(path):
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path) from None
     except FileNotFoundError:
         parent = os.path.dirname(os.path.abspath(path))
         if os.path.isdir(parent):  # a file system without directories
