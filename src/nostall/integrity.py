@@ -26,6 +26,7 @@ from nostall._commit.commit import committed_latest_first, why_no_checkpoint
 from nostall._model.checksum import use_fastest
 from nostall._model.names import METADATA_NAME, is_metadata_of_one_rank
 from nostall._model.progress import ReadCounter
+from nostall._model.wording import counted
 from nostall._storage.locations import is_address, place_of, require_possible, storage_at
 from nostall._storage.port import Files, Version, reason
 from nostall.errors import (
@@ -175,8 +176,8 @@ def latest_complete(root: str | os.PathLike[str], deep: bool = False) -> str | N
     if unknown:
         newest = unknown[0]
         raise type(newest)(
-            f"no complete checkpoint is known, and {len(unknown)} are not understood or cannot be"
-            f" read; the newest: {newest.message}",
+            f"no complete checkpoint is known, and {counted(len(unknown), 'checkpoint')} cannot be"
+            f" read or understood; the newest: {newest.message}",
             phase="read",
             path=newest.path,
             hint=newest.hint,

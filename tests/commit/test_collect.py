@@ -42,7 +42,7 @@ def test_results_that_are_not_the_planned_ones_are_refused(
 def test_the_error_names_items_that_do_not_match() -> None:
     """Which items are missing or too many stands in the message."""
     with pytest.raises(
-        IncompleteSaveError, match=r"1 planned items .* 1 results .*'lost', 'twice'"
+        IncompleteSaveError, match=r"planned items .*: 1; .* results: 1: .*'lost', 'twice'"
     ):
         require_one_result_each(["a", "lost", "twice"], ["twice", "a", "twice"])
 

@@ -557,7 +557,7 @@ def test_the_latest_is_not_denied_while_storage_is_away(
     (tmp_path / "one" / "lost+found").mkdir()
     hide, hint = TROUBLES[trouble]
     with hide(tmp_path / "one" / "new"):
-        with pytest.raises(ReadError, match="1 are not understood or cannot be read") as caught:
+        with pytest.raises(ReadError, match="1 checkpoint cannot be read or understood") as caught:
             nostall.latest_complete(tmp_path / "one")
         assert (caught.value.path, caught.value.hint) == (str(tmp_path / "one" / "new"), hint)
         found = nostall.verify(tmp_path / "one" / "new")

@@ -126,7 +126,7 @@ def test_a_rank_that_is_not_in_time_is_late_for_all(found: list[str]) -> None:
     It finalises nothing; a later wait does.
     """
     for here, said in enumerate(found):
-        assert f"after 0.2 s with {here} of 1 requests unfinished on this rank" in said
+        assert f"after 0.2 s with {here} of 1 request unfinished on this rank" in said
 
 
 @on_ranks("queueing:different_numbers")
@@ -141,7 +141,7 @@ def test_a_rank_that_does_not_poll_is_named_instead_of_waited_for(tmp_path: Path
     """At the deadline, long before the process group's own, and by what it has scheduled."""
     program = "queueing:a_rank_that_does_not_poll_is_named_instead_of_waited_for"
     said, _ = run_ranks(2, program, tmp_path)
-    assert "other ranks did not poll within 2.0 s; this one has scheduled 1 requests" in said
+    assert "other ranks did not poll within 2.0 s; this one has scheduled 1 request;" in said
     assert "ranks [1] have scheduled fewer requests ({1: 0})" in said
 
 
@@ -368,7 +368,7 @@ def test_nothing_is_finalised_before_it_is_written(tmp_path: Path) -> None:
         assert queue.poll() == []
         assert queue.maybe_finalize_async_calls(no_dist=True) == []
         began = time.monotonic()
-        with pytest.raises(SaveTimeoutError, match="1 of 1 requests") as raised:
+        with pytest.raises(SaveTimeoutError, match="1 of 1 request") as raised:
             queue.wait(timeout=0.05)
         assert time.monotonic() - began < 5
         assert raised.value.hint is not None
@@ -490,7 +490,7 @@ def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
             raise error("mine")
     assert time.monotonic() - began < 30
     if sys.version_info >= (3, 11):
-        assert "requests were lost (2 were pending)" in raised.value.__notes__[0]
+        assert "requests were lost (pending: 2)" in raised.value.__notes__[0]
     assert queue.pending == 0
     assert not (tmp_path / "stuck" / ".metadata").exists()
     assert loaded_wrong(tmp_path / "written", small_state(1), small_state(0)) == []

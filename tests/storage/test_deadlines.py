@@ -65,7 +65,7 @@ def test_a_loop_that_only_polls_learns_of_a_save_that_does_not_end(held: AsyncCa
 def test_closing_waits_no_longer_than_its_timeout(held: AsyncCallsQueue, tmp_path: Path) -> None:
     """A close that times out gives unfinished saves up, and they leave no file."""
     with pytest.raises(
-        SaveTimeoutError, match=r"after 0\.1 s with 1 of 1 requests unfinished"
+        SaveTimeoutError, match=r"after 0\.1 s with 1 of 1 request unfinished"
     ) as late:
         held.close(timeout=0.1)
     assert late.value.hint == "all scheduled requests were aborted"

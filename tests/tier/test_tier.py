@@ -203,7 +203,7 @@ def test_a_destination_that_hangs_stops_saves_only_at_the_limit(
         assert isinstance(error, SaveTimeoutError)
         assert (error.phase, error.path) == ("plan", destination_of(root, 1))
         assert "local_staging_limit" in str(error)
-        assert "2 checkpoints are not at their destination" in caplog.text
+        assert "2 checkpoints still to be promoted" in caplog.text
         assert [step_at(destination_of(root, step)) for step in (0, 1, 2)] == [0, None, None]
     for step, promotion in enumerate(begun, 1):
         promotion.result(PATIENCE_S)

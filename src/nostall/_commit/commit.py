@@ -27,7 +27,7 @@ from nostall._model.names import (
     is_ours_to_remove,
     order_of_commit,
 )
-from nostall._model.wording import some
+from nostall._model.wording import counted, some
 from nostall._storage.locations import is_address, storage_at, why_no_directory
 from nostall._storage.port import (
     Conflict,
@@ -66,7 +66,7 @@ def require_one_result_each(
         return
     missing, extra = list((wanted - got).elements()), list((got - wanted).elements())
     raise IncompleteSaveError(
-        f"{len(missing)} planned items have no result, {len(extra)} results were not planned:"
+        f"planned items without a result: {len(missing)}; unplanned results: {len(extra)}:"
         f" {[str(index) for index in (*missing, *extra)[:3]]}",
         rank=rank,
         phase="collect",
@@ -78,12 +78,12 @@ def require_all_present(planned: Iterable[Hashable], results: Iterable[Hashable]
     """Raise ``IncompleteSaveError`` unless ranks have written exactly the metadata's items."""
     named, written = set(planned), set(results)
     for strangers, what in (
-        (named - written, "items of the checkpoint were not written by any rank"),
-        (written - named, "written items are not in the checkpoint's metadata"),
+        (named - written, "of the checkpoint not written by any rank"),
+        (written - named, "written, but not in the checkpoint's metadata"),
     ):
         if strangers:
             raise IncompleteSaveError(
-                f"{len(strangers)} {what}: {sorted(map(str, strangers))[:3]}",
+                f"{counted(len(strangers), 'item')} {what}: {sorted(map(str, strangers))[:3]}",
                 phase="collect",
                 hint="nothing was committed; the next save plans again",
             )

@@ -38,6 +38,7 @@ from nostall._commit.manifest import DAMAGED_HINT, split
 from nostall._commit.metadata_pickle import NAMES, unpickle
 from nostall._model.jobs import MOST_NBYTES
 from nostall._model.names import is_shard_name
+from nostall._model.wording import counted
 from nostall._storage.port import read_metadata
 from nostall.errors import (
     DamagedCheckpointError,
@@ -273,7 +274,7 @@ def _extents(metadata: Metadata, path: str) -> Mapping[str, list[Extent]]:
     if missing:
         named = sorted({str(index.fqn) for index in missing})[:3]
         raise DamagedCheckpointError(
-            f"the metadata has no location for {len(missing)} items, among them {named}",
+            f"the metadata has no location for {counted(len(missing), 'item')}: {named}",
             phase="verify",
             path=path,
             hint=DAMAGED_HINT,

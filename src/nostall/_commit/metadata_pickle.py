@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import metadata, planner
 
 from nostall import _torch
 from nostall._model.threads import gc_paused
+from nostall._model.wording import counted
 from nostall.errors import UnknownMetadataError
 
 HINT = (
@@ -141,7 +142,7 @@ class _Properties(metadata.TensorProperties):
             _refuse("tensor properties of another form")
         own = _torch.own_properties(state)
         if own is None or not all(map(_is_plain, own[5:])):
-            _refuse(f"tensor properties with {len(state)} values")
+            _refuse(f"tensor properties with {counted(len(state), 'value')}")
         super().__setstate__(own)  # type: ignore[no-untyped-call]  # torch's
         self.__class__ = metadata.TensorProperties  # type: ignore[assignment]  # as it was saved
 

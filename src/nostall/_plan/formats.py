@@ -41,6 +41,7 @@ from typing import Any
 from nostall._model.checksum import ID_DIGITS, combine_hash
 from nostall._model.jobs import Seal
 from nostall._model.values import Container, TensorEntry
+from nostall._model.wording import counted
 from nostall.errors import NostallError
 
 # --- containers of ``torch.save`` -----------------------------------------------------------------
@@ -252,8 +253,8 @@ def header_of(tensors: Sequence[tuple[TensorEntry, int]]) -> bytes:
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > _MOST_NBYTES:
         raise NostallError(
-            f"the header of a file with {len(tensors)} tensors has {len(text)} bytes; safetensors"
-            f" reads at most {_MOST_NBYTES}",
+            f"the header of a file with {counted(len(tensors), 'tensor')} has {len(text)} bytes;"
+            f" safetensors reads at most {_MOST_NBYTES}",
             phase="plan",
             hint="use more files, with thread_count",
         )

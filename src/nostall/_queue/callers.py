@@ -24,6 +24,7 @@ import torch.distributed as dist
 from nostall._engine import default_engine
 from nostall._model.jobs import Failure, RankFailed
 from nostall._model.threads import interruptible, is_done, uninterrupted
+from nostall._model.wording import counted
 from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
 from nostall._ranks.failures import error_of, failure_of, raise_everywhere
 from nostall._ranks.group import are_same_ranks, coordination_for
@@ -163,7 +164,7 @@ class AsyncRequest(NamedTuple):
         if self.preload_fn is not None:
             if len(args) < 2:
                 raise OptionError(
-                    f"a request with a preload_fn has {len(args)} arguments",
+                    f"a request with a preload_fn has {counted(len(args), 'argument')}",
                     hint="pass at least two async_fn_args: the result replaces index 1",
                 )
             with interruptible():

@@ -138,8 +138,8 @@ def late(calls: Sequence[Call], timeout_s: float, *, hint: str) -> SaveTimeoutEr
     unfinished = sum(not is_done(call.outcome) for call in calls)
     others = "" if unfinished else "; another rank has not finished"
     return SaveTimeoutError(
-        f"timed out after {timeout_s:g} s with {unfinished} of {len(calls)} requests unfinished on"
-        f" this rank{others}{_how_far(calls)}",
+        f"timed out after {timeout_s:g} s with {unfinished} of {counted(len(calls), 'request')}"
+        f" unfinished on this rank{others}{_how_far(calls)}",
         rank=coordination_for(None).rank,
         phase="write",
         hint=hint,
@@ -287,7 +287,7 @@ def finish_after(queue: AsyncCallsQueue, error: BaseException, coordination: Coo
         with nullcontext("") if is_alone else leaving(coordination, LEAVING_S) as why:
             lost = why or _complete(queue, deadline_s)
     if lost:
-        add_note(error, f"requests were lost ({before} were pending): {lost}")
+        add_note(error, f"requests were lost (pending: {before}): {lost}")
 
 
 def add_note(error: BaseException, note: str) -> None:
@@ -351,7 +351,7 @@ def _finish(queue: AsyncCallsQueue, deadline_s: float) -> bool:
         why = _complete(queue, deadline_s)
     if not why:
         return True
-    _log.error("requests were lost at exit (%d were pending): %s", before, why)
+    _log.error("requests were lost at exit (pending: %d): %s", before, why)
     try:
         queue.close(abort=True)
     except Exception:  # the interpreter ends; the exit status reports the loss

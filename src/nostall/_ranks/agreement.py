@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nostall._model.wording import counted
 from nostall._ranks.failures import failure_of, raise_everywhere
 from nostall._ranks.group import Coordination
 from nostall.errors import RankLostError, RankMismatchError, SaveTimeoutError
@@ -99,7 +100,7 @@ class Scheduled:
         )
         return SaveTimeoutError(
             f"other ranks did not poll within {limit}; this one has scheduled"
-            f" {self._count} requests; {who}",
+            f" {counted(self._count, 'request')}; {who}",
             rank=coordination.rank,
             phase="write",
             hint="schedule and poll the same number of times on every rank; the process group is"

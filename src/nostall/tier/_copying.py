@@ -30,6 +30,7 @@ from nostall._model import checksum
 from nostall._model.jobs import Failure, page_aligned
 from nostall._model.names import METADATA_NAME, is_draft, is_ours_to_remove
 from nostall._model.values import WrittenFile
+from nostall._model.wording import counted
 from nostall._storage.damage import crc32_of_file
 from nostall._storage.locations import is_address, storage_at, take_storage_options
 from nostall._storage.port import open_to_read, read_metadata, reason
@@ -284,7 +285,8 @@ def _bring_all(
             path = copier.storage.where(file.name)
             raise Hopeless("another host's local file is damaged or unreadable; see its log", path)
     if missing:
-        raise Waiting(f"{len(missing)} of {len(files)} files have not arrived: {missing[0]}")
+        of_all = counted(len(files), "file")
+        raise Waiting(f"{len(missing)} of {of_all} still to arrive: {missing[0]}")
 
 
 def bring_part(

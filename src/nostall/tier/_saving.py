@@ -18,6 +18,7 @@ from nostall._model.jobs import RankReport
 from nostall._model.names import METADATA_NAME
 from nostall._model.threads import spawn_or_run
 from nostall._model.values import RankFiles
+from nostall._model.wording import counted
 from nostall._save.prepared import PreparedSave, SaveTarget, WriterSettings, WrittenItems
 from nostall._save.rank_save import RankSave
 from nostall._save.stager import Staging
@@ -128,7 +129,8 @@ class TieredSave(RankSave):
     def _await_room(self, root: Root, timeout_s: float) -> None:
         deadline_s, is_told = time.monotonic() + timeout_s, False
         while len(waiting := root.waiting()) >= self._limit:
-            what = f"{len(waiting)} checkpoints are not at their destination: {waiting[0].status}"
+            number = counted(len(waiting), "checkpoint")
+            what = f"{number} still to be promoted: {waiting[0].status}"
             if (left_s := deadline_s - time.monotonic()) <= 0:
                 raise SaveTimeoutError(
                     f"after {timeout_s:g} s, with local_staging_limit={self._limit}, {what}",
