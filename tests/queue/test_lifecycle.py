@@ -143,6 +143,7 @@ def test_sigterm_ends_a_process_with_nothing_to_do_at_once(tmp_path: Path) -> No
     """With the status that SIGTERM gives."""
     done = run("gets_sigterm", tmp_path, "with nothing to do")
     assert (done.returncode, done.stdout) == (143, "")
+    assert "finishing" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -251,6 +252,7 @@ def test_a_rank_ends_though_another_one_never_answers(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="ValueError: the error in the loop") as failed:
         run_ranks(2, program, tmp_path, timeout_s=60, whole_end=True)
     assert "were not done after" not in str(failed.value)
+    assert "waiting up to" not in str(failed.value)
     assert not nostall.is_complete(tmp_path / "save")
 
 

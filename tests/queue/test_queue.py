@@ -471,11 +471,11 @@ def test_an_error_in_the_block_ends_the_process_of_each_call() -> None:
 @pytest.mark.usefixtures("given_up_soon")
 @pytest.mark.parametrize("error", [KeyError, SaveTimeoutError])
 def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
-    error: type[Exception], tmp_path: Path
+    error: type[Exception], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Saves not written within ``exit_timeout_s`` are given up; written saves are committed.
 
-    They are given up at once if a deadline has passed already.
+    They are given up at once if a deadline has passed already, and no wait is announced.
     """
     nostall.configure(EngineOptions(exit_timeout_s=0.5 if error is KeyError else 60.0))
     queue = AsyncCallsQueue()
@@ -489,6 +489,7 @@ def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
         with pytest.raises(error, match="mine") as raised, queue:
             raise error("mine")
     assert time.monotonic() - began < 30
+    assert caplog.text.count("waiting up to") == (error is KeyError)
     if sys.version_info >= (3, 11):
         assert "requests were lost (pending: 2)" in raised.value.__notes__[0]
     assert queue.pending == 0

@@ -276,15 +276,18 @@ def finish_after(queue: AsyncCallsQueue, error: BaseException, coordination: Coo
     ``SaveTimeoutError`` this does not wait for files.
     """
     before, timeout_s = queue.pending, _timeout_s()
-    _log.warning(
-        "exception raised: waiting up to %g s for %s (Ctrl-C, twice if needed, gives them up)",
-        timeout_s,
-        counted(before, "request"),
-    )
+    waits = timeout_s > 0 and not isinstance(error, SaveTimeoutError)
     with preemption.deferred(then_end=False):  # the error is raised in any case
-        deadline_s = time.monotonic() + (0 if isinstance(error, SaveTimeoutError) else timeout_s)
+        deadline_s = time.monotonic() + (timeout_s if waits else 0)
         is_alone = coordination.world_size == 1
         with nullcontext("") if is_alone else leaving(coordination, LEAVING_S) as why:
+            if waits and not why:
+                _log.warning(
+                    "exception raised: waiting up to %g s for %s (Ctrl-C, twice if needed, gives"
+                    " up)",
+                    timeout_s,
+                    counted(before, "request"),
+                )
             lost = why or _complete(queue, deadline_s)
     if lost:
         add_note(error, f"requests were lost (pending: {before}): {lost}")
@@ -301,11 +304,12 @@ def finish_all_at_exit() -> None:
     """At the interpreter's end, finalise all that is pending; the exit status reports a loss."""
     unfinished = [queue for queue in unfinished_queues if queue.pending]
     timeout_s, is_lost = _timeout_s(), bool(_lost_at_exit)
-    if unfinished:
+    awaited = sum(queue.pending for queue in unfinished if not _is_left_alone(queue))
+    if awaited and timeout_s:
         _log.warning(
             "exiting with %s not finalised; waiting up to %g s (Ctrl-C, twice if needed, gives"
-            " them up). To complete them earlier, close the queue or manager",
-            counted(sum(queue.pending for queue in unfinished), "request"),
+            " up). To finalise earlier, close the queue or manager",
+            counted(awaited, "request"),
             timeout_s,
         )
     deadline_s = time.monotonic() + timeout_s
@@ -342,10 +346,15 @@ def _ends_with_an_exception() -> bool:
     return getattr(sys, "last_value", None) is not None
 
 
+def _is_left_alone(queue: AsyncCallsQueue) -> bool:
+    """Whether this rank exits with an exception, and the other ranks do not participate."""
+    return queue.is_distributed and _ends_with_an_exception()
+
+
 def _finish(queue: AsyncCallsQueue, deadline_s: float) -> bool:
     """Whether all pending requests are committed; the others are given up."""
     before = queue.pending
-    if queue.is_distributed and _ends_with_an_exception():
+    if _is_left_alone(queue):
         why = "this rank exits with an exception, so the other ranks do not participate"
     else:
         why = _complete(queue, deadline_s)

@@ -165,7 +165,8 @@ class Preemption:
     def _watch(self, asked: int, abandon: Callable[[], object]) -> None:
         """After each signal, run the handler now and then; end the process at the deadline."""
         while os.read(asked, 1):
-            if self.asked:  # not a signal that was handled during the last wait
+            # Not for a signal that was handled during the last wait, or finds nothing to finish.
+            if self.asked and (self._sections or self._is_anything_pending()):
                 _log.warning("SIGTERM: finishing scheduled saves within %g s", self._grace_s)
             while (left_s := self.left_s) > 0 and self.asked:
                 time.sleep(min(_LOOK_AGAIN_S, self._grace_s / 4, left_s))
