@@ -119,6 +119,7 @@ def test_one_rank_that_forgets_to_wait_fails_the_save_on_all(tmp_path: Path) -> 
         assert facts == {
             "split": [1],
             "async": [1],
+            "said": [1, 1],  # one place and one next step
             "committed": ["before", "next"],
             "wrong": [],
         }

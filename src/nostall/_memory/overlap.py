@@ -39,7 +39,7 @@ from nostall._memory import devices
 from nostall._memory.copying import Copies, Source, detach_all
 from nostall._model.threads import is_done, spawn_in_torch, uninterrupted
 from nostall._model.wording import counted
-from nostall.errors import SaveTimeoutError, StagingError
+from nostall.errors import NostallError, SaveTimeoutError, StagingError
 
 T = TypeVar("T")
 
@@ -95,6 +95,8 @@ class SnapshotFence:
         """Names of tensors changed since the snapshot was requested; holds counters, no tensors."""
         self.failure: str | None = None
         """Why the snapshot failed. Not an exception, whose traceback would hold the tensors."""
+        self.hint: str | None = None
+        """The next step after a failure."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensors may be changed; at once if the snapshot failed.
@@ -181,10 +183,10 @@ class SnapshotFence:
             return []
         return self.changed()
 
-    def end(self, failure: str | None = None) -> None:
+    def end(self, failure: str | None = None, hint: str | None = None) -> None:
         """The snapshot is complete, or failed for the reason given; tensors may change."""
         with self._lock:
-            self.failure = failure
+            self.failure, self.hint = failure, hint
             self._copies = Copies()
             self._let_go()
 
@@ -336,7 +338,8 @@ def stage_behind(
         try:
             made = take()
         except BaseException as error:  # reported to the waiting threads
-            fence.end(str(error))
+            ours = error if isinstance(error, NostallError) else None
+            fence.end(ours.message if ours else str(error), ours.hint if ours else None)
             done.set_exception(error)
         else:
             fence.end()

@@ -50,6 +50,7 @@ class Invalid:
     """The label of a lease whose staged copy must not be saved."""
 
     why: str
+    hint: str | None
 
 
 class StagedStateDict(dict[str, Any]):
@@ -61,14 +62,14 @@ class StagedStateDict(dict[str, Any]):
         lease.label = structure
         weakref.finalize(self, lease.release).atexit = False
 
-    def invalidate(self, why: str) -> None:
+    def invalidate(self, why: str, hint: str | None) -> None:
         """Make every later use fail, including through a lookup by its tensors' addresses."""
-        self.lease.label = Invalid(why=f"the staged copy cannot be used: {why}")
+        self.lease.label = Invalid(why=f"the staged copy cannot be used: {why}", hint=hint)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as one descriptor and places in its memory, instead of one file per tensor."""
         if isinstance(self.lease.label, Invalid):
-            raise StagingError(self.lease.label.why, phase="stage")
+            raise StagingError(self.lease.label.why, phase="stage", hint=self.lease.label.hint)
         block = self.lease.block
         stream = io.BytesIO()
         _PlacePickler(stream, block.memory).dump(dict(self))

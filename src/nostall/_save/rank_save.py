@@ -243,6 +243,7 @@ class RankSave:
                 rank=self.settings.rank,
                 phase="stage",
                 path=self.settings.directory,
+                hint=staging.fence.hint,
             )
 
     @contextmanager

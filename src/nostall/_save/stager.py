@@ -133,7 +133,7 @@ def _copy_in_background(
 
     def settle(_: Future[None]) -> None:
         if fence.failure is not None:
-            staged.invalidate(fence.failure)
+            staged.invalidate(fence.failure, fence.hint)
         fence.leave()
         future.set_result(staged)
 
@@ -182,7 +182,7 @@ def _substitute(
     failure = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
     failure.path = settings.directory
     fence = SnapshotFence()
-    fence.end(failure.message)
+    fence.end(failure.message, failure.hint)
     substitute = unstaged(state_dict, failure)
     if settings.staging != "overlapped":
         return substitute, fence
@@ -200,7 +200,12 @@ def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
         return None
     structure = lease.label
     if isinstance(structure, Invalid):
-        raise StagingError(structure.why, rank=prepared.target.settings.rank, phase="stage")
+        raise StagingError(
+            structure.why,
+            rank=prepared.target.settings.rank,
+            phase="stage",
+            hint=structure.hint,
+        )
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is None:
         settings = prepared.target.settings
