@@ -86,6 +86,17 @@ def test_a_planners_own_values_do_not_lie_where_tensors_were_staged(
         assert blobs(tmp_path / f"{number}") == blobs(tmp_path / "stock")
 
 
+def test_a_tensor_that_has_lost_its_memory_after_planning_is_named(tmp_path: Path) -> None:
+    """Of many tensors, the one whose data was freed or replaced too early."""
+    state = {"kept": torch.zeros(1 << 20), "freed": torch.zeros(1 << 20)}
+    writer = FileSystemWriterAsync(tmp_path / "saved")
+    save_state_dict_async_plan(state, writer)
+    state["freed"].untyped_storage().resize_(4)
+    _, preload_fn, _ = writer.get_save_function_and_args()
+    with pytest.raises(StagingError, match=r"; changed after planning: freed \[.*\(stage before"):
+        preload_fn()
+
+
 def test_writing_a_snapshot_twice_is_refused(tmp_path: Path) -> None:
     """After the first write its memory is free for others; a retry must not commit theirs."""
     writer = FileSystemWriterAsync(tmp_path / "saved")

@@ -177,7 +177,7 @@ class TargetViews:
             if (
                 view.is_contiguous() and source.is_contiguous()
             ) or view.stride() == source.stride():
-                _require_unchanged(source, view.dtype, view.shape)
+                require_unchanged(source, view.dtype, view.shape)
                 of_large = source.data_ptr()
                 pieces += [
                     (address + begin, of_large + begin, min(_PIECE_NBYTES, nbytes - begin))
@@ -209,7 +209,7 @@ def in_payload_order(source: torch.Tensor, form: TensorForm) -> torch.Tensor:
     ``ValueError`` if a tensor that would not be copied differs from what was planned.
     """
     if tuple(source.stride()) == form.stride:
-        _require_unchanged(source, form.dtype, form.size)
+        require_unchanged(source, form.dtype, form.size)
         return source
     payload = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device="cpu")
     _as_bytes(payload).copy_(_as_bytes(source.detach()))
@@ -257,7 +257,7 @@ def _duplicate(tensor: torch.Tensor) -> torch.Tensor:
     # Not by torch's threads, which take longer when cores are busy.
     if not tensor.is_cpu or tensor.nbytes < _LARGE_NBYTES or not tensor.is_contiguous():
         return _as_bytes(tensor).clone().view(tensor.dtype)
-    _require_unchanged(tensor, tensor.dtype, tensor.shape)
+    require_unchanged(tensor, tensor.dtype, tensor.shape)
     twin = torch.empty_like(tensor)
     copy_bytes(twin.data_ptr(), tensor.data_ptr(), tensor.nbytes)
     return twin
@@ -268,7 +268,7 @@ def copy_bytes(to: int, of: int, nbytes: int) -> None:
     (_memcpy_at_once if nbytes < _LARGE_NBYTES else _memcpy)(to, of, nbytes)
 
 
-def _require_unchanged(source: torch.Tensor, dtype: torch.dtype, size: Sequence[int]) -> None:
+def require_unchanged(source: torch.Tensor, dtype: torch.dtype, size: Sequence[int]) -> None:
     """Refuse to read past the end of memory that was replaced or freed after planning."""
     there = source.untyped_storage().nbytes()
     needed = source.storage_offset() * source.itemsize + source.numel() * source.itemsize

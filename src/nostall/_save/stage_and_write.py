@@ -18,7 +18,7 @@ import torch
 
 from nostall._engine import Engine
 from nostall._memory.arena import Lease
-from nostall._memory.copying import Copies
+from nostall._memory.copying import Copies, require_unchanged
 from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
 from nostall._memory.snapshot import Snapshot, begin_snapshot
 from nostall._model.jobs import (
@@ -32,7 +32,8 @@ from nostall._model.jobs import (
 )
 from nostall._model.progress import SaveState
 from nostall._model.threads import is_done, spawn_or_run
-from nostall._model.values import Layout
+from nostall._model.values import Layout, PlannedSave
+from nostall._model.wording import some
 from nostall._plan.layout import waves
 from nostall._ranks.failures import await_report, error_of, failure_of, joined, when_done
 from nostall._save.prepared import PreparedSave, SaveTarget
@@ -84,6 +85,18 @@ def stage_in_background(
     )
 
 
+def _changed(planned: PlannedSave) -> list[str]:
+    """Names of the tensors that are no longer as they were planned."""
+    share, names = planned.share, []
+    for shape, form, source in zip(share.shapes, share.forms, planned.sources, strict=True):
+        if form is not None and isinstance(source, torch.Tensor):
+            try:
+                require_unchanged(source, form.dtype, form.size)
+            except ValueError:
+                names.append(shape.fqn)
+    return names
+
+
 def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:
     """Release a snapshot that will not be written, and cancel the waves before it."""
     snapshot.lease.release()
@@ -118,11 +131,14 @@ def _begin_snapshot(
                     prepared.planned, wave, lease, method=engine.copy_method, after=after
                 )
             except Exception as error:  # tensor subclasses and devices can raise anything
+                changed = _changed(prepared.planned)
                 raise StagingError(
-                    f"the snapshot failed: {type(error).__name__}: {error}",
+                    f"the snapshot failed: {type(error).__name__}: {error}"
+                    + (f"; changed after planning: {some(changed)}" if changed else ""),
                     rank=prepared.target.settings.rank,
                     phase="stage",
                     job=prepared.target.job,
+                    hint="stage before a tensor's data is replaced or resized" if changed else None,
                 ) from error
             snapshot = replace(snapshot, wave=len(written))
             if wave is layouts[-1]:
