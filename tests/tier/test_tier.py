@@ -235,7 +235,7 @@ def test_a_destination_that_refuses_is_asked_again(
     Path(root).write_text("in the way")
     begun = [promotion_of(save(tier, root, step, local_staging_limit=3)) for step in range(3)]
     given_up, promotion, later = begun
-    wait_until(lambda: bool(given_up.status.trouble))
+    wait_until(lambda: f"{root} is a file; remove it" in str(given_up.status.trouble))
     nostall.remove_checkpoint(given_up.local_path)
     with pytest.raises(DamagedCheckpointError, match="the local checkpoint no longer exists"):
         given_up.result(PATIENCE_S)

@@ -194,7 +194,7 @@ def why_no_directory(path: str, code: int | None = None) -> str | None:
     if not os.path.exists(path):
         return f"{path} is a broken symbolic link; remove it or choose another path"
     if not os.path.isdir(path):
-        return f"{path} is a file; choose another path"
+        return f"{path} is a file; remove it or choose another path"
     if code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT):
         return f"user {os.geteuid()} may not make directories in {path}; choose another path"
     return None

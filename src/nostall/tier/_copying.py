@@ -32,7 +32,12 @@ from nostall._model.names import METADATA_NAME, is_draft, is_ours_to_remove
 from nostall._model.values import WrittenFile
 from nostall._model.wording import counted
 from nostall._storage.damage import crc32_of_file
-from nostall._storage.locations import is_address, storage_at, take_storage_options
+from nostall._storage.locations import (
+    is_address,
+    require_directory,
+    storage_at,
+    take_storage_options,
+)
 from nostall._storage.port import open_to_read, read_metadata, reason
 from nostall._writer.messages import (
     Answer,
@@ -98,6 +103,7 @@ class Copier:
     ) -> None:
         if os.path.islink(destination):  # false for an address
             raise OSError(f"{destination} is a symbolic link, which may lead anywhere: remove it")
+        require_directory(destination)
         self.storage = storage_at(destination, direct=True)
         self._verified = verified
         self._on_progress = on_progress
