@@ -750,7 +750,7 @@ def test_two_steps_stay_while_a_save_is_under_way(tmp_path: Path) -> None:
         manager.save(4, numbered(4))
         hold.wait_reached()
         assert manager.all_steps() == [1, 2, 3]
-        assert manager._retention.run_pass() == [1]
+        manager._retention.run_pass()
         assert manager.all_steps() == [2, 3]
         hold.release()
         manager.close()

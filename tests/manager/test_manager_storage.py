@@ -172,6 +172,7 @@ def test_what_cannot_be_removed_does_not_end_training(
         manager._retention.wait(60)
         assert manager.all_steps() == [3, 4]
     assert caplog.text.count("bad disk") >= 2
+    assert f"step 3 was not removed below {tmp_path}; the next commit tries again" in caplog.text
     manager.save(5, numbered(5)).result()
     manager.close()
     assert manager.all_steps() == [5]

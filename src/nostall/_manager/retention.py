@@ -50,6 +50,8 @@ class Retention:
         self._known: dict[tuple[int, float], StepRecord] = {}
         """Steps whose files were read."""
         self._has_warned = False
+        self._what = "steps were"
+        """What is being removed, for messages."""
         self._next: Callable[[], object] | None = None
         """The removal to begin when the present one is over."""
         self._removal: Future[None] = Future()
@@ -104,8 +106,10 @@ class Retention:
         try:
             work()
         except Exception as error:  # nothing is lost; the next commit begins another pass
-            _log.warning("steps were not removed below %s: %s", self._steps.root, error)
+            message = "%s not removed below %s; the next commit tries again: %s"
+            _log.warning(message, self._what, self._steps.root, error)
         finally:
+            self._what = "steps were"
             done.set_result(None)
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -121,14 +125,14 @@ class Retention:
                 return
             self._go_on()
         raise SaveTimeoutError(
-            f"steps were not removed within {timeout_s:g} s",
+            f"{self._what} not removed within {timeout_s:g} s",
             phase="remove",
             path=self._steps.root,
-            hint="storage hangs, or is slow to remove files",
+            hint="storage hangs or is slow; the next commit tries again",
         )
 
-    def run_pass(self) -> list[int]:
-        """Remove what no policy keeps, lowest step first; the removed steps."""
+    def run_pass(self) -> None:
+        """Remove what no policy keeps, lowest step first."""
         records = self.records(with_files=any(map(reads_files, self._policies)))
         left = {record.step for record in records}
         removable = left - steps_to_keep(records, self._policies, tuple(self.own))
@@ -142,13 +146,12 @@ class Retention:
                 unseen,
                 sorted(metrics_in(records)) or "none",
             )
-        removed = []
         for step in sorted(removable):
             # A save may have begun since the decision, or was committed.
             in_progress = {handle.step for handle in tuple(self._saves)}
             stay = in_progress.union(self.own[-1:])
             least = 2 if in_progress else 1
-            if len(left) > least and step not in stay and self._steps.remove(step):
-                left.discard(step)
-                removed.append(step)
-        return removed
+            if len(left) > least and step not in stay:
+                self._what = f"step {step} was"
+                if self._steps.remove(step):
+                    left.discard(step)
