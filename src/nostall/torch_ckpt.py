@@ -307,12 +307,6 @@ class _Archiver(io.BytesIO):
         self._memory = memory
         self._at = 0
 
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
     def write(self, piece: Any) -> int:
         view = memoryview(piece).cast("B")
         if self._at + view.nbytes <= len(self._memory):

@@ -93,10 +93,8 @@ class SnapshotFence:
         self._entered_s = 0.0
         self.changed: Callable[[], list[str]] | None = None
         """Names of tensors changed since the snapshot was requested; holds counters, no tensors."""
-        self.failure: str | None = None
-        """Why the snapshot failed. Not an exception, whose traceback would hold the tensors."""
-        self.hint: str | None = None
-        """The next step after a failure."""
+        self.failure: StagingError | None = None
+        """Why the copy cannot be used. A copy of it is raised: a traceback would hold tensors."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensors may be changed; at once if the snapshot failed.
@@ -183,10 +181,16 @@ class SnapshotFence:
             return []
         return self.changed()
 
-    def end(self, failure: str | None = None, hint: str | None = None) -> None:
-        """The snapshot is complete, or failed for the reason given; tensors may change."""
+    def end(self, error: BaseException | None = None) -> None:
+        """The snapshot is complete, or failed with this error; tensors may change."""
+        ours = error if isinstance(error, NostallError) else None
         with self._lock:
-            self.failure, self.hint = failure, hint
+            if error is not None:
+                self.failure = StagingError(
+                    f"the staged copy cannot be used: {ours.message if ours else error}",
+                    phase="stage",
+                    hint=ours.hint if ours else None,
+                )
             self._copies = Copies()
             self._let_go()
 
@@ -338,8 +342,7 @@ def stage_behind(
         try:
             made = take()
         except BaseException as error:  # reported to the waiting threads
-            ours = error if isinstance(error, NostallError) else None
-            fence.end(ours.message if ours else str(error), ours.hint if ours else None)
+            fence.end(error)
             done.set_exception(error)
         else:
             fence.end()

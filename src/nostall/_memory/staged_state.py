@@ -45,16 +45,11 @@ class Leaf:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Invalid:
-    """The label of a lease whose staged copy must not be saved."""
-
-    why: str
-    hint: str | None
-
-
 class StagedStateDict(dict[str, Any]):
-    """A private copy of a state dict with its tensors in leased memory. The lease ends with it."""
+    """A private copy of a state dict with its tensors in leased memory. The lease ends with it.
+
+    If the lease's label is an error in place of the structure, the copy must not be saved.
+    """
 
     def __init__(self, content: Mapping[str, Any], lease: Lease, structure: Structure) -> None:
         super().__init__(content)
@@ -62,14 +57,10 @@ class StagedStateDict(dict[str, Any]):
         lease.label = structure
         weakref.finalize(self, lease.release).atexit = False
 
-    def invalidate(self, why: str, hint: str | None) -> None:
-        """Make every later use fail, including through a lookup by its tensors' addresses."""
-        self.lease.label = Invalid(why=f"the staged copy cannot be used: {why}", hint=hint)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as one descriptor and places in its memory, instead of one file per tensor."""
-        if isinstance(self.lease.label, Invalid):
-            raise StagingError(self.lease.label.why, phase="stage", hint=self.lease.label.hint)
+        if isinstance(self.lease.label, StagingError):
+            raise copy.copy(self.lease.label)
         block = self.lease.block
         stream = io.BytesIO()
         _PlacePickler(stream, block.memory).dump(dict(self))

@@ -11,6 +11,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -51,7 +52,7 @@ from nostall._save.write_directly import write_directly
 from nostall._storage.deadlines import call_with_deadline, make_ready, remove_with_deadline
 from nostall._storage.directories import Visit, has_failed_in
 from nostall._storage.locations import is_address, storage_at
-from nostall.errors import NostallError, OptionError, StagingError
+from nostall.errors import NostallError, OptionError
 from nostall.stats import SaveStats, Timeline
 
 T = TypeVar("T")
@@ -238,13 +239,9 @@ class RankSave:
                 hint="wait for the future of dcp.async_save before destroy_process_group()",
             )
         if staging.fence is not None and staging.fence.failure is not None:
-            raise StagingError(
-                f"the staged copy cannot be used: {staging.fence.failure}",
-                rank=self.settings.rank,
-                phase="stage",
-                path=self.settings.directory,
-                hint=staging.fence.hint,
-            )
+            error = copy(staging.fence.failure)
+            error.rank, error.path = self.settings.rank, self.settings.directory
+            raise error
 
     @contextmanager
     def _target(self, plan: SavePlan, *, replaces: bool | None = None) -> Iterator[SaveTarget]:

@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -28,7 +29,6 @@ from nostall._memory.copying import Copies, TargetViews
 from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
 from nostall._memory.snapshot import Snapshot, adopt_staged
 from nostall._memory.staged_state import (
-    Invalid,
     Leaf,
     Placement,
     StagedStateDict,
@@ -133,7 +133,7 @@ def _copy_in_background(
 
     def settle(_: Future[None]) -> None:
         if fence.failure is not None:
-            staged.invalidate(fence.failure, fence.hint)
+            staged.lease.label = fence.failure
         fence.leave()
         future.set_result(staged)
 
@@ -182,7 +182,7 @@ def _substitute(
     failure = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
     failure.path = settings.directory
     fence = SnapshotFence()
-    fence.end(failure.message, failure.hint)
+    fence.end(failure)
     substitute = unstaged(state_dict, failure)
     if settings.staging != "overlapped":
         return substitute, fence
@@ -199,13 +199,10 @@ def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
     if lease is None:
         return None
     structure = lease.label
-    if isinstance(structure, Invalid):
-        raise StagingError(
-            structure.why,
-            rank=prepared.target.settings.rank,
-            phase="stage",
-            hint=structure.hint,
-        )
+    if isinstance(structure, StagingError):
+        error = copy(structure)
+        error.rank = prepared.target.settings.rank
+        raise error
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is None:
         settings = prepared.target.settings
