@@ -45,8 +45,6 @@ _log = logging.getLogger("nostall")
 
 Verify = Literal["none", "crc"]
 
-LIST_HINT = "`nostall ls ROOT` lists checkpoints"
-
 
 class FileSystemReader(dcp.FileSystemReader):
     """Reads checkpoints of nostall and of stock DCP for ``dcp.load``, with any planner.
@@ -144,7 +142,7 @@ class FileSystemReader(dcp.FileSystemReader):
                 return description.private(source, load_id=self.load_id)
         except (FileNotFoundError, NotADirectoryError) as error:
             place = self._resolved()
-            why = f"{why_no_checkpoint(place)} ({LIST_HINT})"
+            why = f"{why_no_checkpoint(place)} (`nostall ls ROOT` lists checkpoints)"
             raise type(error)(error.errno, why, place) from None
 
     def shared_metadata(self, rank: int | None = None) -> Metadata:

@@ -20,7 +20,7 @@ from nostall._read.planner import Planner, empty_in, outer_names
 from nostall._storage.locations import identity, is_address, place_of, require_possible
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError
-from nostall.filesystem_reader import LIST_HINT, Verify
+from nostall.filesystem_reader import Verify
 from nostall.stats import LoadStats
 
 __all__ = ["load"]
@@ -177,7 +177,7 @@ class _Reader(CachedMetadataFileSystemReader):
                 errno=errno.ENOENT,
                 phase="read",
                 path=str(self.path),
-                hint=LIST_HINT,
+                hint="`nostall ls ROOT` lists checkpoints",
             ) from None  # the traceback is that of the caller
 
 

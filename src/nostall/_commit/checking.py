@@ -21,7 +21,7 @@ from nostall._storage.port import (
     Files,
     PartStream,
     Stat,
-    is_transient,
+    how_to_read,
     leaves_open,
     open_to_read,
     reason,
@@ -165,9 +165,7 @@ def require_answers(directory: str) -> None:
                 errno=error.errno,
                 phase="read",
                 path=directory,
-                hint="try again when storage answers"
-                if is_transient(error)
-                else "give this user the right to read it",
+                hint=how_to_read(error),
             ) from error
 
 

@@ -154,9 +154,7 @@ class AsyncRequest(NamedTuple):
             if native is not None:
                 native.discard()
             raise_everywhere(failure, coordination)
-        for fn in self.finalize_fns:
-            with interruptible():
-                fn()
+        self.execute_finalize_fns(validate_matching_call_idx=False)
 
     def loaded_args(self) -> list[Any]:
         """The arguments after preloading."""
@@ -378,8 +376,10 @@ class AsyncCaller(ABC):
 
     def abandon_after_fork(self) -> None:
         """In a forked child: drop calls and processes, which belong to the parent."""
-        for process in {call.process for call in self._calls if call.process is not None}:
-            process.abandon_after_fork()
+        for process in {self._process, *(call.process for call in self._calls)}:
+            if process is not None:
+                process.abandon_after_fork()
+        self._process = None
         self._calls.clear()
 
     def abort_calls(self) -> None:
@@ -451,13 +451,6 @@ class PersistentAsyncCaller(AsyncCaller):
         process, self._process = self._process, None
         if process is not None:
             process.end(abort=abort)
-
-    def abandon_after_fork(self) -> None:
-        """In a forked child: drop calls and processes, which belong to the parent."""
-        process, self._process = self._process, None
-        super().abandon_after_fork()
-        if process is not None:
-            process.abandon_after_fork()
 
     def _worker(self) -> PythonWorker:
         if self._process is None or not self._process.alive:

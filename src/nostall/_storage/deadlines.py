@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from nostall._model.threads import is_done, spawn_or_run
-from nostall._model.wording import counted
+from nostall._model.wording import counted, some
 from nostall._storage.directories import remove_unnamed
 from nostall._storage.locations import storage_at, why_no_directory
 from nostall._storage.port import may_have
@@ -183,10 +183,9 @@ def remove_with_deadline(
             path=paths[0],
         )
     except SaveTimeoutError:
-        named = ", ".join(paths[:_NAMED]) + (", ..." if len(paths) > _NAMED else "")
         _log.warning(
             "storage has not removed %s within %g s, which may stay, unused: %s",
             counted(len(paths), "file"),
             timeout_s,
-            named,
+            some(paths, _NAMED),
         )
