@@ -11,11 +11,13 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall import _engine
 from nostall.core import AsyncCallsQueue
 from support import loaded
+from support.fake_accelerator import FakeAccelerator
 from support.object_store import SERVERS, S3Server, s3_server
 from support.processes import command_of, descendants
 from support.ranks import Program, RanksFailed, run_in_turn
@@ -122,6 +124,22 @@ def found(
 def given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A save whose report never comes is given up in half a second, not in four."""
     monkeypatch.setattr(_engine, "CANCEL_TIMEOUT_S", 0.5)
+
+
+@pytest.fixture
+def one_thread_computes() -> Iterator[None]:
+    """Else threads of a computation and of saves spin for each other's processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeAccelerator]:
+    """An accelerator that does its work as late as it may."""
+    with FakeAccelerator() as made:
+        yield made
 
 
 @pytest.fixture

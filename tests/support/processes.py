@@ -6,9 +6,31 @@ import ast
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+
+def ended(
+    *command: str | bytes,
+    cwd: Path | None = None,
+    timeout_s: float = 100.0,
+    check: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end: its output and its status, which has to be 0 if ``check``."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done
 
 
 def answer_of(module: str, call: str) -> Any:
@@ -18,16 +40,10 @@ def answer_of(module: str, call: str) -> Any:
     """
     function = call.partition("(")[0]
     program = f"from {module} import {function}; from pathlib import Path; print({call})"
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    return ast.literal_eval(ended.stdout.splitlines()[-1])
+    command = sys.executable, "-W", "ignore", "-c", program
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = ended(*command, timeout_s=200, environment=environment)
+    return ast.literal_eval(done.stdout.splitlines()[-1])
 
 
 def descendants() -> set[int]:

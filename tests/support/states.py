@@ -69,21 +69,32 @@ def schedule(
     return queue.schedule_async_request(request)
 
 
-def save_now(path: Path, state: dict[str, Any], **options: Any) -> None:
+def save_now(
+    path: Path | str,
+    state: dict[str, Any],
+    *,
+    planner: SavePlanner | None = None,
+    kind: type[dcp.FileSystemWriter] = FileSystemWriterAsync,
+    **options: Any,
+) -> None:
     """One save by ``dcp.save``."""
-    dcp.save(state, storage_writer=FileSystemWriterAsync(path, **options), no_dist=True)
+    dcp.save(state, storage_writer=kind(path, **options), planner=planner, no_dist=True)
 
 
-def save_async(writer: FileSystemWriterAsync, state: dict[str, Any]) -> None:
+def save_async(
+    writer: FileSystemWriterAsync, state: dict[str, Any], planner: SavePlanner | None = None
+) -> None:
     """One save by ``dcp.async_save``, waited for."""
-    response = dcp.async_save(state, storage_writer=writer, no_dist=True)
+    response = dcp.async_save(state, storage_writer=writer, planner=planner, no_dist=True)
     upload = response if isinstance(response, Future) else response.upload_completion
     upload.result(60)
 
 
-def save_in_background(path: Path, state: dict[str, Any], **options: Any) -> None:
+def save_in_background(
+    path: Path, state: dict[str, Any], *, planner: SavePlanner | None = None, **options: Any
+) -> None:
     """One ``dcp.async_save`` by a writer with these options, awaited."""
-    save_async(FileSystemWriterAsync(path, **options), state)
+    save_async(FileSystemWriterAsync(path, **options), state, planner)
 
 
 def save_split(path: Path, state: dict[str, Any], **options: Any) -> None:
