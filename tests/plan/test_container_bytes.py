@@ -35,6 +35,7 @@ from nostall.errors import NostallError
 from nostall.filesystem_async import FileSystemWriterAsync
 from support.sealing import seal_patches
 from support.states import (
+    PLAIN_WAYS,
     blobs,
     read_metadata,
     save_async,
@@ -416,27 +417,12 @@ def _changing(step: int) -> dict[str, Any]:
     return state
 
 
-def _save_now(path: Path, state: dict[str, Any], _queue: AsyncCallsQueue) -> None:
-    save_ours(path, state)
-
-
-def _save_async(path: Path, state: dict[str, Any], _queue: AsyncCallsQueue) -> None:
-    save_async(FileSystemWriterAsync(path), state)
-
-
-def _save_split(path: Path, state: dict[str, Any], queue: AsyncCallsQueue) -> None:
-    schedule(queue, path, state)
-    queue.wait()
-
-
-@pytest.mark.parametrize("save", [_save_now, _save_async, _save_split])
-def test_each_way_of_saving_stores_what_stock_stores(
-    tmp_path: Path, queue: AsyncCallsQueue, save: Callable[..., None]
-) -> None:
+@pytest.mark.parametrize("way", PLAIN_WAYS)
+def test_each_way_of_saving_stores_what_stock_stores(tmp_path: Path, way: str) -> None:
     """Files and metadata are stock's, also of copies staged in place, from the second save on."""
     for step in range(4):
         ours, stock, state = tmp_path / f"ours {step}", tmp_path / f"stock {step}", _changing(step)
-        save(ours, state, queue)
+        PLAIN_WAYS[way](ours, state)
         save_stock(stock, state)
         assert shard_files(ours) == shard_files(stock)
         assert_same_metadata(ours, stock)

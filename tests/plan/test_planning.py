@@ -18,9 +18,7 @@ from nostall._commit.columns import Results
 from nostall._commit.metadata import PLANS_KEY, local_plans_in
 from nostall._commit.publication import KnownResults, publication_of
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from nostall.state_dict_saver import (
-    CheckpointMetadataCache,
-)
+from nostall.state_dict_saver import CheckpointMetadataCache
 from programs import planning
 from programs.entry_points import differing, loaded_wrong
 from support.ranks import run_ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from nostall._save.plans_by_name import GroupPlans
 from nostall.errors import SaveError
 from programs.plans_by_name import Rebuilding, plannings
 from support.ranks import on_ranks
-from support.states import blobs, read_metadata, small_state
+from support.states import blobs, read_metadata, save_now, small_state
 
 SENT_NBYTES = 1024
 
@@ -145,11 +144,6 @@ def test_returned_metadata_can_be_copied_compared_and_pickled(found: list[Any]) 
 # --- one process ----------------------------------------------------------------------------------
 
 
-def _save(path: Path, state: dict[str, Any], planner: Any, options: Mapping[str, Any]) -> None:
-    writer = nostall.FileSystemWriterAsync(path, **options)
-    dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
-
-
 def test_other_options_of_the_writer_are_followed(tmp_path: Path) -> None:
     """From save to save of one structure: each has the files of a save that was planned anew."""
     everything: list[dict[str, Any]] = [
@@ -163,8 +157,8 @@ def test_other_options_of_the_writer_are_followed(tmp_path: Path) -> None:
     ]
     for number, options in enumerate(everything):
         state = {f"w{n}": torch.full((n, 3), float(number)) for n in range(5)}
-        _save(tmp_path / f"{number}", state, nostall.SavePlanner(), options)
-        _save(tmp_path / f"{number}p", state, dcp.DefaultSavePlanner(), options)
+        save_now(tmp_path / f"{number}", state, planner=nostall.SavePlanner(), **options)
+        save_now(tmp_path / f"{number}p", state, planner=dcp.DefaultSavePlanner(), **options)
         one, other = tmp_path / f"{number}", tmp_path / f"{number}p"
         assert blobs(one) == blobs(other)
         assert read_metadata(one).storage_data == read_metadata(other).storage_data
@@ -179,9 +173,9 @@ def test_a_first_commit_that_fails_costs_no_later_save(
     with monkeypatch.context() as patched:
         patched.setattr(decide, "_require_written_here", _refuse)
         with pytest.raises(CheckpointException, match="elsewhere"):
-            _save(tmp_path / "failed", one, nostall.SavePlanner(), {})
+            save_now(tmp_path / "failed", one, planner=nostall.SavePlanner())
     for name, state in (("other", other), ("another", {"u": torch.ones(3)}), ("one", one)):
-        _save(tmp_path / name, state, nostall.SavePlanner(), {})
+        save_now(tmp_path / name, state, planner=nostall.SavePlanner())
         assert nostall.verify(tmp_path / name).ok
 
 
@@ -212,7 +206,7 @@ def test_a_subclass_plans_every_save(tmp_path: Path) -> None:
     """Its plan may depend on more than the structure, so every save calls its planning methods."""
     for number in range(3):
         with plannings() as made:
-            _save(tmp_path / f"{number}", {"w": torch.full((3,), 4.0)}, _Halved(), {})
+            save_now(tmp_path / f"{number}", {"w": torch.full((3,), 4.0)}, planner=_Halved())
         assert made() == 2
         found = {"w": torch.zeros(3)}
         nostall.load(found, tmp_path / f"{number}")
@@ -222,9 +216,10 @@ def test_a_subclass_plans_every_save(tmp_path: Path) -> None:
 def test_a_writer_that_makes_new_plans_of_known_ones_saves_all_items(tmp_path: Path) -> None:
     """An answer to a question has no items; taken literally, the checkpoint would be empty."""
     nostalls, planner = nostall.FileSystemWriterAsync, nostall.SavePlanner()
-    for number, writer in enumerate((nostalls, Rebuilding, nostalls)):
+    kinds: list[type[dcp.FileSystemWriter]] = [nostalls, Rebuilding, nostalls]
+    for number, kind in enumerate(kinds):
         path = tmp_path / f"{number}"
-        dcp.save(small_state(), storage_writer=writer(path), planner=planner, no_dist=True)
+        save_now(path, small_state(), planner=planner, kind=kind)
         assert blobs(path) == blobs(tmp_path / "0")
         places = [read_metadata(each).storage_data.keys() for each in (path, tmp_path / "0")]
         assert places[0] == places[1]
@@ -245,16 +240,11 @@ class _Copying(nostall.FileSystemWriterAsync):
 def test_a_writer_that_loses_a_question_fails_clearly(tmp_path: Path) -> None:
     """Without its items the plan of the second save would be committed as an empty checkpoint."""
     state = small_state()
-    _save(tmp_path / "0", state, nostall.SavePlanner(), {})
+    save_now(tmp_path / "0", state, planner=nostall.SavePlanner())
     with pytest.raises(CheckpointException, match="prepare_local_plan has made a new plan"):
-        dcp.save(
-            state,
-            storage_writer=_Copying(tmp_path / "1"),
-            planner=nostall.SavePlanner(),
-            no_dist=True,
-        )
+        save_now(tmp_path / "1", state, planner=nostall.SavePlanner(), kind=_Copying)
     assert not nostall.is_complete(tmp_path / "1")
-    _save(tmp_path / "2", state, nostall.SavePlanner(), {})
+    save_now(tmp_path / "2", state, planner=nostall.SavePlanner())
     assert blobs(tmp_path / "2") == blobs(tmp_path / "0")
 
 
@@ -269,10 +259,9 @@ class _Noting(nostall.FileSystemWriterAsync):
 def test_what_a_writer_adds_to_the_metadata_is_published(tmp_path: Path) -> None:
     """In each save anew."""
     for number in range(4):
-        writer = _Noting(tmp_path / f"{number}")
-        planner = nostall.SavePlanner()
-        dcp.save({"w": torch.ones(3)}, storage_writer=writer, planner=planner, no_dist=True)
-        assert read_metadata(tmp_path / f"{number}").planner_data["note"] == f"{number}"
+        path, state = tmp_path / f"{number}", {"w": torch.ones(3)}
+        save_now(path, state, planner=nostall.SavePlanner(), kind=_Noting)
+        assert read_metadata(path).planner_data["note"] == f"{number}"
 
 
 def test_a_kept_planner_keeps_no_tensor(tmp_path: Path) -> None:
@@ -280,15 +269,16 @@ def test_a_kept_planner_keeps_no_tensor(tmp_path: Path) -> None:
     planner = nostall.SavePlanner(dedup_save_to_lowest_rank=True)
     state = {**small_state(), "w": torch.ones(100_000)}
     for number in range(3):
-        _save(tmp_path / f"{number}", state, planner, {})
+        save_now(tmp_path / f"{number}", state, planner=planner)
         assert "state_dict" not in vars(planner)
         assert planner._given is None
         assert planner._recognised == {}
         assert len(pickle.dumps(planner)) < 10_000
-    _save(tmp_path / "other", state, pickle.loads(pickle.dumps(planner)), {})
+    save_now(tmp_path / "other", state, planner=pickle.loads(pickle.dumps(planner)))
     assert blobs(tmp_path / "other") == blobs(tmp_path / "0")
-    options = {"serialization_format": SerializationFormat.SAFETENSORS}
+    options: dict[str, Any] = {"serialization_format": SerializationFormat.SAFETENSORS}
+    # Though the structure is known:
     with pytest.raises(CheckpointException, match="a safetensors file cannot hold"):
-        _save(tmp_path / "failed", state, planner, options)  # though the structure is known
+        save_now(tmp_path / "failed", state, planner=planner, **options)
     assert not nostall.is_complete(tmp_path / "failed")
     assert "state_dict" not in vars(planner)
