@@ -34,7 +34,7 @@ from nostall._commit.columns import (
 )
 from nostall._commit.metadata import PLANS_KEY, load_metadata
 from nostall._commit.publication import KnownResults, complete_metadata, publication_of
-from support.indexes import index_of, metadata, small
+from support.indexes import metadata, small
 from support.states import small_state
 
 
@@ -200,20 +200,46 @@ def test_entries_that_are_alike_stay_apart() -> None:
     assert found.state_dict_metadata["w1"].properties.dtype == torch.float32
 
 
-def test_files_are_renamed_in_it() -> None:
-    """Each save of a known structure renames the files of the one before; all else stays equal."""
-    original = tall(3, 2)
-    publication = publication_of(in_a_save(original))
-    for suffix in ("-89abcdef", "-01234567-89abcdef", ""):
-        names = {name: f"{name[:5]}{suffix}.distcp" for name in publication.files}
-        renamed = publication.renamed(names)
-        assert renamed is not None
-        for place in original.storage_data.values():
-            place.relative_path = f"{place.relative_path[:5]}{suffix}.distcp"
-        found = parts_of(pickle.loads(b"".join(renamed.content(None))))
-        assert in_any_order(found) == in_any_order(parts_of(original))
-        assert renamed.index == index_of(original)
-        publication = renamed
+def renamed(original: Metadata, names: dict[str, str]) -> Metadata:
+    """The metadata, with other names of its files."""
+    twin = deepcopy(original)
+    for place in twin.storage_data.values():
+        place.relative_path = names[place.relative_path]
+    return twin
+
+
+@pytest.mark.parametrize(
+    ("made", "nitems"), [(in_a_save, 3), (lambda found: found, 1)], ids=["columns", "objects"]
+)
+def test_files_are_renamed_in_it(made: Callable[[Metadata], Metadata], nitems: int) -> None:
+    """Byte for byte what pickling it anew gives, whatever the lengths of the names.
+
+    Each save of a known structure renames the files of the one before.
+    """
+    original = tall(nitems, 2)
+    publication = publication_of(made(original))
+    for form in ("__{}_0-89abcdef", "__{}_0-01234567-89abcdef", "__{}_0", "long-{}_0", "é{}"):
+        names = {
+            name: f"{form.format(number)}.distcp"
+            for number, name in enumerate(sorted(publication.files))
+        }
+        original = renamed(original, names)
+        anew, again = publication_of(made(original)), publication.renamed(names)
+        assert again is not None
+        assert b"".join(again.content(None)) == b"".join(anew.content(None))
+        assert (again.files, again.index) == (anew.files, anew.index)
+        assert again.storage_data == anew.storage_data == original.storage_data
+        assert pickle.loads(pickle.dumps(again.storage_data)) == original.storage_data
+        publication = again
+
+
+def test_a_name_that_may_be_something_else_is_not_replaced() -> None:
+    """An item that is called as a file is: its metadata is made anew then."""
+    ambiguous = small()
+    ambiguous.state_dict_metadata["__0_0.distcp"] = ambiguous.state_dict_metadata.pop("lr")
+    place = ambiguous.storage_data.pop(MetadataIndex("lr"))
+    ambiguous.storage_data[MetadataIndex("__0_0.distcp")] = place
+    assert publication_of(ambiguous).renamed({"__0_0.distcp": "b.distcp"}) is None
 
 
 # --- results that ranks send as columns ----------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -17,22 +16,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from nostall import _torch
-from nostall._commit.publication import Publication, publication_of
 from nostall._model.names import FileFormat
 from nostall._plan.items import plan_rank
 from nostall._plan.planner import serialized
 from nostall._plan.structure import KnownStructure, learn_structure
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
+from support.described import with_attributes
 from support.states import blobs, schedule
 
 State = dict[str, Any]
@@ -239,43 +235,13 @@ def test_saves_of_a_known_structure_equal_stock_saves(tmp_path: Path) -> None:
             assert blobs(path) == blobs(tmp_path / f"stock {number}")
 
 
-def published(**names: str) -> Publication:
-    """A publication of a few items, each in the file of that name."""
-    entries: dict[str, Any] = {item: BytesStorageMetadata() for item in names}
-    places = {MetadataIndex(item): _torch.StorageInfo(name, 0, 5) for item, name in names.items()}
-    return publication_of(Metadata(state_dict_metadata=entries, storage_data=places))
-
-
-@pytest.mark.parametrize(
-    "new", [("__0_0-b.distcp", "__1_0-c.distcp"), ("long-__0_0.distcp", "é.distcp")], ids=str
-)
-def test_metadata_under_other_names_is_that_metadata(new: tuple[str, str]) -> None:
-    """Byte for byte what pickling it anew gives, whatever the lengths of the names."""
-    before = published(one="__0_0.distcp", other="__1_0.distcp")
-    renamed = before.renamed({"__0_0.distcp": new[0], "__1_0.distcp": new[1]})
-    anew = published(one=new[0], other=new[1])
-    assert renamed is not None
-    assert b"".join(renamed.program) == b"".join(anew.program)
-    assert renamed.files == anew.files
-    assert renamed.storage_data == anew.storage_data
-    assert pickle.loads(pickle.dumps(renamed.storage_data)) == anew.storage_data
-
-
-def test_a_name_that_may_be_something_else_is_not_replaced() -> None:
-    """An item that is called as a file is: its metadata is made anew then."""
-    ambiguous = published(**{"__0_0.distcp": "__1_0.distcp", "other": "__0_0.distcp"})
-    assert ambiguous.renamed({"__1_0.distcp": "a.distcp", "__0_0.distcp": "b.distcp"}) is None
-
-
 def test_a_tensor_that_says_its_place_is_planned_every_time(tmp_path: Path) -> None:
     """Since torch 2.14 a tensor can say which parts of a larger one it holds; they may change."""
     pytest.importorskip("torch.distributed.checkpoint.protocol", reason="torch has it since 2.14")
 
     def state(row: int) -> State:
-        tensor: Any = torch.arange(24.0).reshape(4, 6) + row
-        tensor.global_shape, tensor.global_offsets = (8, 6), ((row, 0), (6, 0))
-        tensor.local_offsets, tensor.local_sizes = ((0, 0), (2, 0)), ((2, 6), (2, 6))
-        return {"parts": tensor}
+        tensor = torch.arange(24.0).reshape(4, 6) + row
+        return {"parts": with_attributes(tensor, ((row, 0, 2), (6, 2, 2)))}
 
     cache = CheckpointMetadataCache()
     with AsyncCallsQueue() as queue:
