@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,7 +29,7 @@ import nostall
 from nostall._engine import default_engine
 from nostall._memory.copying import copied_at_once
 from nostall._memory.overlap import SnapshotFence
-from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.core import AsyncCallsQueue
 from nostall.errors import OptionError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -39,11 +38,13 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
+from programs.entry_points import planned
 from support import loaded
 from support.faults import Fault, Hold, inject
 from support.interrupts import interrupt_the_wait, interrupted
+from support.processes import ended
 from support.ranks import TESTS, run_ranks
-from support.states import blobs, blobs_by_stock, schedule, small_state
+from support.states import blobs, blobs_by_stock, save_now, schedule, small_state
 from support.waiting import is_inside
 
 DEADLINE_S = 60.0
@@ -280,13 +281,10 @@ def test_waiting_counts_also_when_there_was_nothing_to_wait_for_any_more(
 ) -> None:
     """A snapshot that is complete before the wait begins is as safe as one waited for."""
     state = {"weight": torch.zeros(MUCH)}
-    writer = FileSystemWriterAsync(tmp_path / "saved", staging="overlapped")
-    planned = save_state_dict_async_plan(state, writer)
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
-    finalize = [lambda: save_state_dict_async_finalize(*planned)]
+    writer, request = planned(tmp_path / "saved", state, staging="overlapped")
     with AsyncCallsQueue() as queue, Hold("chunk") as hold:
         with inject(hold.fault):
-            queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+            queue.schedule_async_request(request)
         hold.wait_reached()
         {"of the save": writer.wait_staged, "of all": nostall.wait_staged}[wait]()
         state["weight"].fill_(1)
@@ -320,38 +318,6 @@ def test_an_unknown_way_of_staging_is_refused() -> None:
     assert caught.value.hint == "use blocking or overlapped"
 
 
-sizes = st.lists(st.integers(0, 40), max_size=2).map(tuple)
-tensors = st.builds(
-    lambda size, dtype, seed: (
-        torch.randn(size, generator=torch.Generator().manual_seed(seed)) * 9
-    ).to(dtype),
-    sizes,
-    st.sampled_from([torch.float32, torch.int16, torch.bfloat16, torch.complex128]),
-    st.integers(0, 9),
-)
-
-
-@settings(max_examples=15)
-@given(st.dictionaries(st.text("abc", min_size=1), tensors, max_size=6), st.integers(1, 3))
-def test_every_way_of_staging_writes_the_same_bytes(
-    tmp_path_factory: pytest.TempPathFactory, state: dict[str, Any], files: int
-) -> None:
-    """A synchronous save, a blocking one and an overlapped one, first and repeated."""
-    out = tmp_path_factory.mktemp("ways")
-    caches = {staging: CheckpointMetadataCache() for staging in ("blocking", "overlapped")}
-    writer = FileSystemWriterAsync(out / "sync", thread_count=files)
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    expected = {path.name: path.read_bytes() for path in (out / "sync").glob("*.distcp")}
-    with AsyncCallsQueue() as queue:
-        for number in range(4):
-            for staging, cache in caches.items():
-                path = out / f"{staging} {number}"
-                schedule(queue, path, state, cache=cache, thread_count=files, staging=staging)
-                queue.wait()
-                written = {path.name: path.read_bytes() for path in path.glob("*.distcp")}
-                assert written == expected
-
-
 def test_waves_of_a_save_that_fails_are_given_up_before_its_names_are_free(tmp_path: Path) -> None:
     """Earlier waves of a spoiled snapshot are on their way to the writer; none gets to a file."""
     nostall.configure(EngineOptions(max_staging_bytes=4 << 20, max_in_flight=2))
@@ -367,7 +333,7 @@ def test_waves_of_a_save_that_fails_are_given_up_before_its_names_are_free(tmp_p
             queue.wait()
     assert not list((tmp_path / "save").glob("*"))
     assert not default_engine().is_writing
-    dcp.save(state, storage_writer=FileSystemWriterAsync(tmp_path / "save"), no_dist=True)
+    save_now(tmp_path / "save", state)
     assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", state)
 
 
@@ -438,13 +404,8 @@ with inject(Fault.delay("stage", 0.5)):
 
 def test_an_interpreter_that_ends_lets_a_snapshot_be_completed(tmp_path: Path) -> None:
     """A thread that came back from torch later would abort the process with a core dump."""
-    done = subprocess.run(
-        [*loaded.python(), "-c", ENDS_WHILE_STAGING, str(tmp_path), str(TESTS)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    program = *loaded.python(), "-c", ENDS_WHILE_STAGING, str(tmp_path), str(TESTS)
+    done = ended(*program, timeout_s=60, check=False)
     assert (done.returncode, done.stdout, loaded.errors_of(done)) == (0, "[]\n", "")
 
 
@@ -512,7 +473,7 @@ def test_writing_by_hand_waits_for_a_snapshot_no_longer_than_allowed(tmp_path: P
     engine = default_engine()
     patient = engine.options
     writer = FileSystemWriterAsync(tmp_path / "late", staging="overlapped")
-    planned = save_state_dict_async_plan(small_state(1), writer)
+    arguments = save_state_dict_async_plan(small_state(1), writer)
     save, preload, args = writer.get_save_function_and_args()
     with Hold("stage") as hold:
         with inject(hold.fault):
@@ -523,7 +484,7 @@ def test_writing_by_hand_waits_for_a_snapshot_no_longer_than_allowed(tmp_path: P
         engine.options = patient
         assert late.value.rank == 0
         with pytest.raises(CheckpointException, match="the snapshot was not taken within"):
-            save_state_dict_async_finalize(*planned)
+            save_state_dict_async_finalize(*arguments)
         hold.release()
     with AsyncCallsQueue() as queue:  # there is memory for one snapshot only
         schedule(queue, tmp_path / "next", small_state(2))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,20 +21,20 @@ from nostall._memory import snapshot
 from nostall._memory.arena import Block
 from nostall._model.values import Layout
 from nostall.core import AsyncCallsQueue
-from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.faults import Fault, inject, writer_pids
-from support.states import blobs, blobs_by_stock, save_async, schedule, shard_files
+from support.states import (
+    blobs,
+    blobs_by_stock,
+    save_in_background,
+    save_now,
+    schedule,
+    shard_files,
+)
 
 MIB = 1 << 20
 PAGE = 4096
-
-
-def save(path: Path, state: dict[str, Any], **options: Any) -> FileSystemWriterAsync:
-    writer = FileSystemWriterAsync(path, **options)
-    dcp.save(state, storage_writer=writer, no_dist=True)
-    return writer
 
 
 @pytest.mark.parametrize("limit", [{"io_threads": 4}, {"max_staging_bytes": 6 * MIB}], ids=str)
@@ -44,10 +44,13 @@ def test_a_synchronous_save_needs_memory_for_a_few_chunks_only(
     """By its number of threads or a limit on memory; every byte is written as by stock."""
     nostall.configure(EngineOptions(chunk_nbytes=MIB, **limit))
     state = {f"t{n}": torch.randn(3 * MIB) for n in range(4)}
-    save(tmp_path / "save", state)
+    save_now(tmp_path / "save", state)
     assert 0 < default_engine().arena.reserved_nbytes <= 6 * MIB
     assert sum(block.nbytes for block in Block._all) <= 6 * MIB
     assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", state)
+
+
+KINDS = ["plain", "transposed", "with gaps", "expanded", "complex", "conjugated", "bytes", "half"]
 
 
 def _tensor(kind: str, count: int, seed: int) -> torch.Tensor:
@@ -59,21 +62,21 @@ def _tensor(kind: str, count: int, seed: int) -> torch.Tensor:
             return values[::2]
         case "expanded":
             return values[:1].expand(min(count, 1) * 50, -1)
-        case "complex128":
+        case "complex":
             return torch.complex(values.double(), values.double())
         case "conjugated":
             return torch.complex(values, values).conj()
         case "bytes":
             return (values * 100).to(torch.int8)
+        case "half":
+            return values.to(torch.bfloat16)
         case _:
             return values
 
 
 tensors = st.builds(
     _tensor,
-    st.sampled_from(
-        ["plain", "transposed", "with gaps", "expanded", "complex128", "conjugated", "bytes"]
-    ),
+    st.sampled_from(KINDS),
     st.integers(0, 9000),
     st.integers(0, 9),
 )
@@ -86,14 +89,14 @@ tensors = st.builds(
 )
 @given(
     state=st.dictionaries(
-        st.text("abc", min_size=1), tensors | st.binary(max_size=20_000), min_size=1, max_size=8
+        st.text("abc", min_size=1), tensors | st.binary(max_size=20_000), max_size=8
     ),
     chunk_pages=st.integers(1, 3),
     threads=st.integers(1, 4),
     files=st.integers(1, 3),
     limit=st.none() | st.integers(1, 80_000),
 )
-def test_the_files_are_those_of_an_asynchronous_save(
+def test_every_way_of_staging_writes_the_same_bytes(
     tmp_path_factory: pytest.TempPathFactory,
     state: dict[str, Any],
     chunk_pages: int,
@@ -101,19 +104,23 @@ def test_the_files_are_those_of_an_asynchronous_save(
     files: int,
     limit: int | None,
 ) -> None:
-    """Wherever a chunk ends: in a payload, in what surrounds it, or in an object.
+    """A synchronous save, a blocking one and an overlapped one, first and repeated: stock's.
 
-    With any limit on memory, too, for which asynchronous saves go in waves.
+    Wherever a chunk ends: in a payload, in what surrounds it, or in an object. With any limit on
+    memory, too, for which asynchronous saves go in waves.
     """
     out = tmp_path_factory.mktemp("ways")
     chunks: dict[str, Any] = {"chunk_nbytes": chunk_pages * PAGE, "io_threads": threads}
     nostall.configure(EngineOptions(max_staging_bytes=limit, **chunks))
-    save(out / "sync", state, thread_count=files)
+    save_now(out / "sync", state, thread_count=files)
+    expected = shard_files(out / "sync")
+    caches = {staging: CheckpointMetadataCache() for staging in ("blocking", "overlapped")}
     with AsyncCallsQueue() as queue:
-        for staging in ("blocking", "overlapped"):
-            schedule(queue, out / staging, state, thread_count=files, staging=staging)
+        for number, (staging, cache) in itertools.product(range(4), caches.items()):
+            path = out / f"{staging} {number}"
+            schedule(queue, path, state, cache=cache, thread_count=files, staging=staging)
             queue.wait()
-            assert shard_files(out / staging) == shard_files(out / "sync")
+            assert shard_files(path) == expected
     assert blobs(out / "sync") == blobs_by_stock(out / "stock", state)
 
 
@@ -126,9 +133,9 @@ def test_a_failure_leaves_no_file_and_no_memory_in_use(tmp_path: Path, point: st
         inject(Fault.errno(point, errno.ENOSPC)),
         pytest.raises(CheckpointException, match="No space left"),
     ):
-        save(tmp_path / "save", state)
+        save_now(tmp_path / "save", state)
     assert not list((tmp_path / "save").glob("*"))
-    save(tmp_path / "next", state)
+    save_now(tmp_path / "next", state)
     assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", state)
 
 
@@ -154,7 +161,7 @@ def test_snapshots_after_a_ring_are_right(
             state = {f"t{n}": torch.randn(20_000) for n in range(5)}
             schedule(queue, tmp_path / f"async {number}", state)
             queue.wait()
-            save(tmp_path / f"sync {number}", state)
+            save_now(tmp_path / f"sync {number}", state)
             expected = blobs_by_stock(tmp_path / f"stock {number}", state)
             assert blobs(tmp_path / f"async {number}") == expected
             assert blobs(tmp_path / f"sync {number}") == expected
@@ -179,6 +186,10 @@ def large_state(seed: int = 0) -> dict[str, Any]:
     return {**tensors, "transposed": torch.randn(9, 7, generator=generator).t(), "epoch": seed}
 
 
+def nbytes_of(state: dict[str, Any]) -> int:
+    return sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
+
+
 @pytest.mark.parametrize("staging", ["blocking", "overlapped"])
 def test_memory_stays_below_the_limit(tmp_path: Path, bounded: int, staging: str) -> None:
     """For three saves of three times the limit; each is what stock writes."""
@@ -196,34 +207,30 @@ def test_memory_stays_below_the_limit(tmp_path: Path, bounded: int, staging: str
 
 
 @pytest.mark.usefixtures("bounded")
-@pytest.mark.parametrize("file", [0, 3])
-def test_a_wave_that_fails_fails_the_save_and_leaves_no_file(tmp_path: Path, file: int) -> None:
-    """Whichever it is; and the next save is right."""
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        (Fault.errno("chunk", errno.ENOSPC, file="__0_0.distcp"), "No space left"),
+        (Fault.errno("chunk", errno.ENOSPC, file="__0_3.distcp"), "No space left"),
+        (Fault({"point": "fsync", "do": "exit", "code": 17, "file": "__0_3.distcp"}), "code 17"),
+    ],
+    ids=["the first", "another", "the writer dies"],
+)
+def test_a_wave_that_fails_fails_the_save_and_leaves_no_file(
+    tmp_path: Path, fault: Fault, why: str
+) -> None:
+    """Also where the next wave would start a new writer; and the next save is right."""
     queue = AsyncCallsQueue()
-    with inject(Fault.errno("chunk", errno.ENOSPC, file=f"__0_{file}.distcp")):
+    before = writer_pids()
+    with inject(fault):
         schedule(queue, tmp_path / "save", large_state())
-        with pytest.raises(CheckpointException, match="No space left"):
+        with pytest.raises(CheckpointException, match=why):
             queue.wait()
     assert not list((tmp_path / "save").glob("*"))
     schedule(queue, tmp_path / "save", large_state(1))
     queue.close()
+    assert (writer_pids() != before) is (why == "code 17")
     assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", large_state(1))
-
-
-@pytest.mark.usefixtures("bounded")
-def test_a_writer_that_dies_between_waves_fails_the_save(tmp_path: Path) -> None:
-    """Also where the next wave would start a new writer."""
-    queue = AsyncCallsQueue()
-    before = writer_pids()
-    with inject(Fault({"point": "fsync", "do": "exit", "code": 17, "file": "__0_3.distcp"})):
-        schedule(queue, tmp_path / "save", large_state())
-        with pytest.raises(CheckpointException, match="exit code 17"):
-            queue.wait()
-    assert not (tmp_path / "save" / ".metadata").exists()
-    schedule(queue, tmp_path / "next", large_state(1))
-    queue.close()
-    assert writer_pids() != before
-    assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", large_state(1))
 
 
 @pytest.mark.usefixtures("bounded")
@@ -255,11 +262,9 @@ def test_the_first_dcp_async_save_needs_memory_for_one_copy(
 ) -> None:
     """A checkpoint of half of the host's memory can be saved; the bytes are stock's."""
     state = large_state()
-    nbytes = sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
     nostall.configure(EngineOptions())  # without the memory of other tests
-    writer = FileSystemWriterAsync(tmp_path / "saved", **options)
-    save_async(writer, state)
-    assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes + 2 * MIB  # a whole block
+    save_in_background(tmp_path / "saved", state, **options)
+    assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes_of(state) + 2 * MIB  # one block
     assert blobs(tmp_path / "saved") == blobs_by_stock(tmp_path / "stock", state)
 
 
@@ -279,23 +284,19 @@ class Renaming(DefaultSavePlanner):
 def test_a_planner_of_other_names_needs_memory_for_one_copy(tmp_path: Path) -> None:
     """Places in an image that no tensor fits are not reserved."""
     state = large_state()
-    nbytes = sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
     nostall.configure(EngineOptions())
     for number in range(3):
-        writer = FileSystemWriterAsync(tmp_path / f"{number}")
-        saved: Any = dcp.async_save(state, storage_writer=writer, planner=Renaming(), no_dist=True)
-        saved.result(60)
-    assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes + 2 * MIB
+        save_in_background(tmp_path / f"{number}", state, planner=Renaming())
+    assert default_engine().arena.reserved_nbytes <= 1.05 * nbytes_of(state) + 2 * MIB
 
 
 def test_writers_with_other_options_keep_places_of_their_own(tmp_path: Path) -> None:
     """Their tensors go to other files, so to other places in the image."""
     state = large_state()
     nostall.configure(EngineOptions())
-    nbytes = sum(each.nbytes for each in state.values() if isinstance(each, torch.Tensor))
     process = psutil.Process(writer_pids()[0])
     for number in range(4):
         before = process.io_counters().write_chars
-        writer = FileSystemWriterAsync(tmp_path / f"{number}", thread_count=1 + number % 2)
-        save_async(writer, state)
-        assert process.io_counters().write_chars - before >= nbytes  # not written by the trainer
+        save_in_background(tmp_path / f"{number}", state, thread_count=1 + number % 2)
+        written = process.io_counters().write_chars - before
+        assert written >= nbytes_of(state)  # not written by the trainer
