@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -95,23 +96,15 @@ def test_a_planner_of_ones_own_finds_the_attributes(tmp_path: Path, kind: Any) -
         assert torch.equal(copied.as_subclass(torch.Tensor), filled(SWAPPED))
 
 
-class Unsendable:
-    def __reduce__(self) -> Any:
-        raise TypeError("it has a lock")
-
-    def __deepcopy__(self, _: Any) -> Any:
-        raise TypeError("it has a lock")
-
-
 def test_what_cannot_be_carried_over_is_an_error(tmp_path: Path) -> None:
     """A method of one tensor alone would answer with live values; a lock cannot be copied."""
     alone, locked = filled(SWAPPED), part(SWAPPED)
     alone.__get_tensor_shard__ = lambda index: alone  # type: ignore[attr-defined]
-    locked.lock = Unsendable()
+    locked.lock = threading.Lock()
     writer = FileSystemWriterAsync(tmp_path)
     with pytest.raises(StagingError, match=r"'a\.0'.*__get_tensor_shard__ is not a method of its"):
         writer.stage({"a": [alone]})
-    with pytest.raises(StagingError, match="'locked' cannot be staged: TypeError: it has a lock"):
+    with pytest.raises(StagingError, match=r"'locked' cannot be staged: TypeError: .*lock'"):
         writer.stage({"locked": locked})
 
 

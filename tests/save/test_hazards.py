@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,11 +15,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem
 
 import nostall
 from nostall._engine import default_engine, reset
-from nostall.core import AsyncCaller, AsyncCallsQueue, AsyncRequest
+from nostall.core import AsyncCaller, AsyncCallsQueue
 from nostall.errors import OptionError, StagingError, WriterDiedError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -27,13 +27,17 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from nostall.torch_ckpt import TorchAsyncCheckpoint
+from programs.entry_points import planned
 from support.faults import Hold, inject
-from support.states import blobs, blobs_by_stock, schedule, small_state
-
-
-def async_save(path: Path, state: dict[str, Any], **options: Any) -> Any:
-    writer = FileSystemWriterAsync(path, **options)
-    return dcp.async_save(state, storage_writer=writer, no_dist=True)
+from support.parts import Halving
+from support.states import (
+    blobs,
+    blobs_by_stock,
+    save_in_background,
+    save_now,
+    schedule,
+    small_state,
+)
 
 
 @pytest.mark.usefixtures("given_up_soon")
@@ -41,22 +45,16 @@ def test_a_save_given_up_at_its_deadline_never_touches_the_next_ones_memory(tmp_
     """The late job's seals would land in the image of the memory's next holder."""
     nostall.configure(EngineOptions(save_timeout_s=1.0))
     zeros = {"zeros": torch.zeros(200_000), "n": torch.zeros(3)}
-    with Hold() as hold, inject(hold.fault):
-        late = async_save(tmp_path / "late", {"many": torch.ones(200_000), "n": torch.ones(3)})
-        with pytest.raises(CheckpointException, match="not written within"):
-            late.result(60)
-    async_save(tmp_path / "next", zeros).result(60)
+    late = {"many": torch.ones(200_000), "n": torch.ones(3)}
+    with (
+        Hold() as hold,
+        inject(hold.fault),
+        pytest.raises(CheckpointException, match="not written within"),
+    ):
+        save_in_background(tmp_path / "late", late)
+    save_in_background(tmp_path / "next", zeros)
     assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", zeros)
     assert not (tmp_path / "late" / ".metadata").exists()
-
-
-class Halving(DefaultSavePlanner):
-    """Saves float32 as bfloat16, as a planner of a user's own may."""
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # DCP's name
-        if isinstance(object, torch.Tensor) and object.dtype is torch.float32:
-            return object.to(torch.bfloat16)
-        return super().transform_object(write_item, object)
 
 
 class Narrowing(DefaultSavePlanner):
@@ -80,9 +78,7 @@ def test_a_planners_own_values_do_not_lie_where_tensors_were_staged(
     state = {f"w{n}": torch.arange(6400.0).reshape(80, 80) + n for n in range(6)}
     dcp.save(state, checkpoint_id=tmp_path / "stock", planner=planner(), no_dist=True)
     for number in range(3):
-        writer = FileSystemWriterAsync(tmp_path / f"{number}")
-        saved: Any = dcp.async_save(state, storage_writer=writer, planner=planner(), no_dist=True)
-        saved.result(60)
+        save_in_background(tmp_path / f"{number}", state, planner=planner())
         assert blobs(tmp_path / f"{number}") == blobs(tmp_path / "stock")
 
 
@@ -134,9 +130,8 @@ def test_torchs_modes_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
     expected = blobs_by_stock(tmp_path / "stock", state)
     modes: list[Any] = [torch.device("meta"), torch.inference_mode(), nullcontext()]
     for mode in modes:
-        writer = FileSystemWriterAsync(tmp_path / "saved")
         with mode:
-            dcp.save(state, storage_writer=writer, no_dist=True)
+            save_now(tmp_path / "saved", state)
         assert blobs(tmp_path / "saved") == expected
 
 
@@ -148,7 +143,7 @@ def test_failed_saves_do_not_keep_memory_from_the_next_one(tmp_path: Path) -> No
         futures.append(dcp.async_save(small_state(1), storage_writer=writer, no_dist=True))
         with pytest.raises(CheckpointException) if number else inject():
             futures[-1].result(60)
-    async_save(tmp_path / "next", small_state(2)).result(60)
+    save_in_background(tmp_path / "next", small_state(2))
     assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", small_state(2))
 
 
@@ -166,21 +161,13 @@ def test_a_caller_of_a_frameworks_own_needs_only_the_documented_methods() -> Non
     assert own().sync_all_async_calls(is_alive=False)
 
 
-class Uncopyable:
-    """An object that a state dict may hold and that cannot be copied."""
-
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        raise RuntimeError("not to be copied")
-
-
 def test_a_stager_that_cannot_copy_everything_gives_its_memory_back() -> None:
     """Else the next saves would wait for memory that is never returned."""
     kept = []
     for _ in range(2 * EngineOptions().max_in_flight):
-        with pytest.raises(
-            StagingError, match=r"'object' cannot be staged.*not to be copied"
-        ) as caught:
-            FileSystemWriterAsync("unused").stage({"w": torch.ones(3), "object": Uncopyable()})
+        state = {"w": torch.ones(3), "object": threading.Lock()}
+        with pytest.raises(StagingError, match=r"'object' cannot be staged.*lock'") as caught:
+            FileSystemWriterAsync("unused").stage(state)
         kept.append(caught)  # and with it the frames that hold the lease
     assert not default_engine().arena.anything_labelled
     lease = default_engine().lease(1)
@@ -206,12 +193,8 @@ def test_a_writer_takes_no_second_save_before_the_first_is_finalised(tmp_path: P
 
     What was never scheduled is an error when it is finalised; there is nothing to wait for.
     """
-    writer = FileSystemWriterAsync(tmp_path / "one")
+    writer, request = planned(tmp_path / "one", small_state(1))
     with AsyncCallsQueue() as queue:
-        planned = save_state_dict_async_plan(small_state(1), writer)
-        save_fn, preload_fn, args = writer.get_save_function_and_args()
-        finalize = [lambda: save_state_dict_async_finalize(*planned)]
-        request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
         queue.schedule_async_request(request)
         with pytest.raises(OptionError, match="not finalised yet"):
             writer.reset(tmp_path / "two")
@@ -219,9 +202,9 @@ def test_a_writer_takes_no_second_save_before_the_first_is_finalised(tmp_path: P
             save_state_dict_async_plan(small_state(2), writer)
     assert blobs(tmp_path / "one") == blobs_by_stock(tmp_path / "stock", small_state(1))
     writer.reset(tmp_path / "two")
-    planned = save_state_dict_async_plan(small_state(), writer)
+    arguments = save_state_dict_async_plan(small_state(), writer)
     with pytest.raises(CheckpointException, match="nothing was scheduled"):
-        save_state_dict_async_finalize(*planned)
+        save_state_dict_async_finalize(*arguments)
 
 
 def test_a_writer_process_that_cannot_be_started_is_a_typed_error(
@@ -330,8 +313,7 @@ def test_a_relative_path_without_a_working_directory_is_refused(
             use("save")
         assert caught.value.path == "save"
         assert "absolute" in str(caught.value.hint)
-    writer = FileSystemWriterAsync(tmp_path / "save", use_msc=True)
-    dcp.save(small_state(1), storage_writer=writer, no_dist=True)
+    save_now(tmp_path / "save", small_state(1), use_msc=True)
     assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", small_state(1))
 
 
@@ -340,7 +322,7 @@ def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below" / "it"):
         with pytest.raises(CheckpointException, match=f"{tmp_path / 'file'} is a file"):
-            dcp.save(small_state(), storage_writer=FileSystemWriterAsync(path), no_dist=True)
+            save_now(path, small_state())
 
 
 def test_an_option_set_after_the_role_counts(tmp_path: Path) -> None:

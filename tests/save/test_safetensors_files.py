@@ -15,27 +15,24 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.planner import WriteItem
 
 import nostall
 from nostall import _torch
 from nostall.cli import main
-from nostall.core import AsyncCallsQueue
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, StagingError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from programs.streams import Zlib
 from support.object_store import S3Server
-from support.parts import InHalves
+from support.parts import Halving, InHalves
 from support.ranks import run_ranks
-from support.states import save_async, schedule, shard_files
+from support.reads import empty_like, same
+from support.states import save_in_background, save_now, save_split, shard_files
 
 State = dict[str, Any]
-SAFETENSORS = SerializationFormat.SAFETENSORS
 FROM_BYTES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.int64, torch.int32, torch.int16, torch.int8),
@@ -48,33 +45,16 @@ ONLY_WRITTEN = {torch.float4_e2m1fn_x2: ("F4", 2), torch.float8_e8m0fnu: ("F8_E8
 one."""
 
 
-def writer(path: Path | str, **options: Any) -> FileSystemWriterAsync:
-    """A writer of safetensors."""
-    return FileSystemWriterAsync(path, serialization_format=SAFETENSORS, **options)
-
-
-def save(path: Path | str, state: State, *, planner: Any = None, **options: Any) -> None:
-    """One synchronous save."""
-    dcp.save(state, storage_writer=writer(path, **options), planner=planner, no_dist=True)
-
-
-def _async(path: Path, state: State, **options: Any) -> None:
-    save_async(writer(path, **options), state)
-
-
-def _split(path: Path, state: State, **options: Any) -> None:
-    with AsyncCallsQueue() as queue:
-        schedule(queue, path, state, serialization_format=SAFETENSORS, **options)
-        nostall.wait_staged()
-        queue.maybe_finalize_async_calls(blocking=True)
-
-
+OF_FORMAT: State = {"serialization_format": SerializationFormat.SAFETENSORS}
+save: Callable[..., None] = partial(save_now, **OF_FORMAT)
+in_background: Callable[..., None] = partial(save_in_background, **OF_FORMAT)
+split: Callable[..., None] = partial(save_split, **OF_FORMAT)
 WAYS: dict[str, Callable[..., None]] = {
     "dcp.save": save,
-    "dcp.async_save": _async,
-    "dcp.async_save, overlapped": partial(_async, staging="overlapped"),
-    "split": _split,
-    "split, overlapped": partial(_split, staging="overlapped"),
+    "dcp.async_save": in_background,
+    "dcp.async_save, overlapped": partial(in_background, staging="overlapped"),
+    "split": split,
+    "split, overlapped": partial(split, staging="overlapped"),
 }
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -115,12 +95,6 @@ def flat(state: State) -> dict[str, torch.Tensor]:
     return found
 
 
-def zeros_like(state: State) -> State:
-    """A state to load into."""
-    zeros: State = torch.utils._pytree.tree_map(torch.zeros_like, state)
-    return zeros
-
-
 def header_in(content: bytes) -> tuple[dict[str, Any], bytes]:
     """The header of a file, and what follows it."""
     end = 8 + int.from_bytes(content[:8], "little")
@@ -137,17 +111,6 @@ def as_the_package_writes(content: bytes, tensors: dict[str, torch.Tensor]) -> b
     raise AssertionError("not one of 500 orders was ours")
 
 
-def assert_equal(found: State, expected: State) -> None:
-    """Bitwise, and in dtype and shape."""
-    flat_found, flat_expected = flat(found), flat(expected)
-    assert flat_found.keys() == flat_expected.keys()
-    for name, value in flat_expected.items():
-        other = flat_found[name]
-        assert (other.dtype, other.shape) == (value.dtype, value.shape), name
-        same = other.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
-        assert torch.equal(*same), name
-
-
 def assert_holds(path: Path, state: State) -> None:
     """Loaded by nostall in each way and by stock's reader of such files; and it is whole."""
     for reader in (
@@ -156,12 +119,12 @@ def assert_holds(path: Path, state: State) -> None:
         nostall.CachedMetadataFileSystemReader(path),
         HuggingFaceStorageReader(str(path)),
     ):
-        found = zeros_like(state)
+        found = empty_like(state)
         dcp.load(found, storage_reader=reader, no_dist=True)
-        assert_equal(found, state)
-    found = zeros_like(state)
+        assert same(found, state)
+    found = empty_like(state)
     nostall.load(found, path)
-    assert_equal(found, state)
+    assert same(found, state)
     assert nostall.is_complete(path)
     verified = nostall.verify(path)
     assert verified.ok
@@ -183,7 +146,7 @@ def test_a_file_is_the_one_of_the_package(tmp_path: Path, way: Callable[..., Non
         ((name, content),) = shard_files(path).items()
         assert name == "__0_0.safetensors"
         assert content == as_the_package_writes(content, flat(state))
-        assert_equal(safetensors.torch.load(content), flat(state))
+        assert same(safetensors.torch.load(content), flat(state))
         header, _ = header_in(content)
         parts = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
         assert parts == {
@@ -269,22 +232,17 @@ def test_a_name_that_the_format_does_not_have_is_an_error(tmp_path: Path, name: 
 
 def test_values_that_are_not_as_planned_are_an_error(tmp_path: Path) -> None:
     """A reader relies on dtype and shape in the metadata, as there is no archive to ask."""
-
-    class Casting(DefaultSavePlanner):
-        def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  # DCP's
-            return super().transform_object(write_item, object.to(torch.bfloat16))
-
     with pytest.raises(CheckpointException, match=r"bfloat16 \[2\], not what the planner"):
-        save(tmp_path, {"x": torch.ones(2)}, planner=Casting())
+        save(tmp_path, {"x": torch.ones(2)}, planner=Halving())
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("option", ["open_file", "_extensions"])
 def test_options_that_change_the_bytes_are_refused(tmp_path: Path, option: str) -> None:
     """Where the writer is made."""
-    value = {"open_file": io.open_code, "_extensions": [Zlib()]}[option]
+    value: Any = {"open_file": io.open_code, "_extensions": [Zlib()]}[option]
     with pytest.raises(OptionError, match="TORCH_SAVE"):
-        writer(tmp_path, **{option: value})
+        FileSystemWriterAsync(tmp_path, **OF_FORMAT, **{option: value})
 
 
 def test_lazy_values_are_written_as_they_are(tmp_path: Path) -> None:
@@ -303,7 +261,7 @@ def test_lazy_values_are_written_as_they_are(tmp_path: Path) -> None:
         cache = CheckpointMetadataCache()
         for step in range(4):
             path = tmp_path / f"{number} {step}"
-            _split(path, state, cache=cache)
+            split(path, state, cache=cache)
             found = {
                 name: torch.zeros(each.shape, dtype=each.dtype) for name, each in state.items()
             }
@@ -334,10 +292,10 @@ LENGTHS = [0, 1, 1000, 0, 0, 1025, 3, 2, 1024, *([5] * 40)]
 
 SPREAD: dict[str, tuple[Callable[[], State], Callable[..., None], State, State, int]] = {
     "files": (state_of, save, {"thread_count": 3}, {}, 3),
-    "one per item": (state_of, _split, {"single_file_per_rank": False}, {}, 10),
-    "separation": (state_of, _split, {"thread_count": 2, "separation_hint": "nested"}, {}, 2),
-    "waves": (_layers, _split, {}, {"max_staging_bytes": 1 << 20}, 8),
-    "waves, async": (_layers, _async, {}, {"max_staging_bytes": 1 << 20}, 8),
+    "one per item": (state_of, split, {"single_file_per_rank": False}, {}, 10),
+    "separation": (state_of, split, {"thread_count": 2, "separation_hint": "nested"}, {}, 2),
+    "waves": (_layers, split, {}, {"max_staging_bytes": 1 << 20}, 8),
+    "waves, async": (_layers, in_background, {}, {"max_staging_bytes": 1 << 20}, 8),
     "a header longer than a chunk": (_long_header, save, {}, PAGES, 1),
     "parts of one name": (_matrices, save, {"planner": InHalves()}, {}, 2),
 }
@@ -393,10 +351,10 @@ def test_damage_is_found(tmp_path: Path) -> None:
     path.write_bytes(content[:-1])
     assert not nostall.is_complete(tmp_path)
     with pytest.raises(DamagedCheckpointError, match="its items end at"):
-        nostall.load(zeros_like(state), tmp_path)
+        nostall.load(empty_like(state), tmp_path)
     path.unlink()
     with pytest.raises(DamagedCheckpointError, match="missing"):
-        nostall.load(zeros_like(state), tmp_path)
+        nostall.load(empty_like(state), tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.qint8, torch.complex128], ids=str)
@@ -437,9 +395,9 @@ def test_commands_and_functions_for_checkpoints(
     assert main(["diff", "--values", str(root / "step-1"), str(root / "step-2")]) == 1
     assert "scalar" in capsys.readouterr().out
     assert main(["convert", str(root / "step-1"), str(tmp_path / "one.safetensors")]) == 0
-    assert_equal(safetensors.torch.load_file(tmp_path / "one.safetensors"), flat(state))
+    assert same(safetensors.torch.load_file(tmp_path / "one.safetensors"), flat(state))
     assert main(["convert", str(root / "step-1"), str(tmp_path / "one.pt")]) == 0
-    assert_equal(torch.load(tmp_path / "one.pt"), state)
+    assert same(torch.load(tmp_path / "one.pt"), state)
     for step in (1, 2):
         nostall.remove_checkpoint(root / f"step-{step}")
     assert not list(root.iterdir())
@@ -466,9 +424,9 @@ def test_in_an_object_store(s3: S3Server) -> None:
     bucket = s3.new_bucket()
     for step in range(2):
         save(f"s3://{bucket}/step", state_of(step))
-        found = zeros_like(state_of())
+        found = empty_like(state_of())
         nostall.load(found, f"s3://{bucket}/step")
-        assert_equal(found, state_of(step))
+        assert same(found, state_of(step))
         assert nostall.verify(f"s3://{bucket}/step").ok
     nostall.remove_checkpoint(f"s3://{bucket}/step")
     assert s3.keys(bucket) == []

@@ -203,28 +203,34 @@ def test_a_tensor_is_stored_as_what_it_stands_for(
 
 # --- no data --------------------------------------------------------------------------------------
 
-EMPTIED: dict[str, Callable[[], torch.Tensor]] = {
-    "large": lambda: emptied(torch.ones(LARGE)),
-    "transposed": lambda: emptied(torch.ones(4, 6).t()),
-    "view": lambda: emptied(torch.ones(99)[20:30]),
-    "subclass": lambda: emptied(torch.ones(8)).as_subclass(Named),
-    "shortened": lambda: emptied(torch.ones(10), nbytes=8),
-    "shortened, large": lambda: emptied(torch.ones(LARGE), nbytes=4000),
+RESIZED = r"resized to \d+; resize it back"
+NO_DATA: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
+    "large": (lambda: emptied(torch.ones(LARGE)), RESIZED),
+    "transposed": (lambda: emptied(torch.ones(4, 6).t()), RESIZED),
+    "view": (lambda: emptied(torch.ones(99)[20:30]), RESIZED),
+    "subclass": (lambda: emptied(torch.ones(8)).as_subclass(Named), RESIZED),
+    "shortened": (lambda: emptied(torch.ones(10), nbytes=8), RESIZED),
+    "shortened, large": (lambda: emptied(torch.ones(LARGE), nbytes=4000), RESIZED),
+    "meta": (lambda: torch.ones(5, device="meta"), "meta device"),
+    "meta, subclass": (lambda: torch.ones(5, device="meta").as_subclass(Named), "meta device"),
+    "functional": (
+        lambda: torch._to_functional_tensor(torch.ones(LARGE)),
+        "invalid python storage",
+    ),
 }
 
 
-@pytest.mark.parametrize("kind", EMPTIED)
-def test_a_tensor_without_memory_is_refused(tmp_path: Path, kind: str) -> None:
-    """A tensor whose storage was resized fails the save by name; no byte past it is read.
+@pytest.mark.parametrize("kind", NO_DATA)
+def test_a_tensor_without_data_is_refused(tmp_path: Path, kind: str) -> None:
+    """It fails the save with its name and the reason; no byte past a resized storage is read.
 
     FSDP frees the memory of parameters and leaves the tensors. Large ones go through a ring.
     """
     nostall.configure(EngineOptions(chunk_nbytes=4096, io_threads=2))
+    make, reason = NO_DATA[kind]
     for way, save in WAYS.items():
-        with pytest.raises(
-            (CheckpointException, StagingError), match=r"'item'.*resized to \d+; resize it back"
-        ):
-            save(tmp_path / way, {"other": torch.ones(3), "item": EMPTIED[kind]()})
+        with pytest.raises((CheckpointException, StagingError), match=f"'item'.*{reason}"):
+            save(tmp_path / way, {"other": torch.ones(3), "item": make()})
         assert not (tmp_path / way / ".metadata").exists()
 
 
@@ -254,26 +260,6 @@ def test_a_structure_saved_before_is_looked_at_for_memory(tmp_path: Path, size: 
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     dcp.load(target, storage_reader=dcp.FileSystemReader(tmp_path / "again"), no_dist=True)
     assert all(torch.equal(target[name], tensor) for name, tensor in state.items())
-
-
-NO_DATA: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
-    "meta": (lambda: torch.ones(5, device="meta"), "meta device"),
-    "meta, subclass": (lambda: torch.ones(5, device="meta").as_subclass(Named), "meta device"),
-    "functional": (
-        lambda: torch._to_functional_tensor(torch.ones(LARGE)),
-        "invalid python storage",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", NO_DATA)
-def test_a_tensor_that_stands_for_another_is_refused(tmp_path: Path, kind: str) -> None:
-    """A tensor with a shape and no data fails the save with its name and the reason."""
-    make, reason = NO_DATA[kind]
-    for way, save in WAYS.items():
-        with pytest.raises((CheckpointException, StagingError), match=f"'item'.*{reason}"):
-            save(tmp_path / way, {"item": make()})
-        assert not (tmp_path / way / ".metadata").exists()
 
 
 def test_a_jagged_tensor_is_refused(tmp_path: Path) -> None:
