@@ -46,14 +46,14 @@ from nostall.errors import (
 )
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
+from nostall.state_dict_saver import save_state_dict_async_plan
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import calls, openers
-from programs.entry_points import differing, loaded_wrong, spoil
+from programs.entry_points import differing, holds, loaded_wrong, planned, spoil
 from programs.queueing import names, nothing
 from support.faults import Fault, Hold, inject
 from support.ranks import on_ranks, run_ranks
-from support.states import read_metadata, schedule, small_state
+from support.states import read_metadata, save_now, schedule, small_state
 from support.waiting import stands_in, wait_until
 
 # --- on one rank ----------------------------------------------------------------------------------
@@ -87,9 +87,14 @@ def test_requests_of_all_kinds_are_finalised_in_order(found: list[None]) -> None
     assert found == [None, None]
 
 
-@on_ranks("queueing:two_queues")
-def test_two_queues_count_for_themselves(found: list[None]) -> None:
-    """Each queue counts from 0 and may be finalised before an older request of the other."""
+@on_ranks("queueing:two_queues", "queueing:only_one_rank", "queueing:aborted_while_stuck")
+def test_one_queue_waits_for_no_other(found: list[None]) -> None:
+    """Each queue counts from 0 and may be finalised before an older request of the other.
+
+    ``TorchAsyncCheckpoint`` on one rank is not collective unless asked to be. An abort kills a
+    writer that does not answer; its save and the one behind it are never finalised and leave no
+    file, and the next saves of both queues are right.
+    """
     assert found == [None, None]
 
 
@@ -143,21 +148,6 @@ def test_a_rank_that_does_not_poll_is_named_instead_of_waited_for(tmp_path: Path
     said, _ = run_ranks(2, program, tmp_path)
     assert "other ranks did not poll within 2.0 s; this one has scheduled 1 request;" in said
     assert "ranks [1] have scheduled fewer requests ({1: 0})" in said
-
-
-@on_ranks("queueing:only_one_rank")
-def test_torch_save_on_one_rank_needs_no_other(found: list[None]) -> None:
-    """``TorchAsyncCheckpoint`` is not collective unless asked to be."""
-    assert found == [None, None]
-
-
-@on_ranks("queueing:aborted_while_stuck")
-def test_an_abort_ends_what_is_stuck_and_every_queue_goes_on(found: list[None]) -> None:
-    """A writer that does not answer is killed, and its save is never finalised.
-
-    Nor is the one behind it, and neither leaves a file. The next saves of both queues are right.
-    """
-    assert found == [None, None]
 
 
 def test_errors_on_all_ranks_do_not_cost_a_checkpoint(tmp_path: Path) -> None:
@@ -337,21 +327,19 @@ def test_a_caller_can_be_driven_without_a_queue(
 ) -> None:
     """It takes requests and says whether the oldest is done; finalising is the driver's."""
     caller: AsyncCaller = kind()
-    writer = FileSystemWriterAsync(tmp_path)
-    planned = save_state_dict_async_plan(small_state(1), writer)
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
+    _, request = planned(tmp_path, small_state(1))
     assert caller.is_current_async_call_done()
     with Hold() as hold:
         with inject(hold.fault):
-            caller.schedule_async_call(AsyncRequest(save_fn, args, [], preload_fn=preload_fn))
+            caller.schedule_async_call(request)
         assert not caller.is_current_async_call_done()
         assert not caller.sync_all_async_calls(is_alive=True)
         hold.release()
         assert caller.is_current_async_call_done(blocking=True)
     assert caller.sync_all_async_calls(is_alive=False)
-    save_state_dict_async_finalize(*planned)
+    request.finalize_fns[0]()
     caller.close()
-    assert loaded_wrong(tmp_path, small_state(1), small_state(0)) == []
+    assert holds(tmp_path, 1)
 
 
 # --- waiting --------------------------------------------------------------------------------------
@@ -378,14 +366,14 @@ def test_nothing_is_finalised_before_it_is_written(tmp_path: Path) -> None:
         assert queue.wait(timeout=60) == [index]
         assert queue.pending == 0
         assert queue.wait(timeout=0) == []
-    assert loaded_wrong(tmp_path, small_state(1), small_state(0)) == []
+    assert holds(tmp_path, 1)
 
 
 def test_leaving_the_block_finalises_what_is_scheduled(tmp_path: Path) -> None:
     """The end of a ``with`` block waits for all saves; the queue can be used and closed again."""
     with AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "1", small_state(1))
-    assert loaded_wrong(tmp_path / "1", small_state(1), small_state(0)) == []
+    assert holds(tmp_path / "1", 1)
     assert schedule(queue, tmp_path / "2", small_state(2)) == 1
     assert queue.wait() == [1]
     queue.close()
@@ -453,8 +441,8 @@ def test_an_error_in_the_block_does_not_cost_a_checkpoint(tmp_path: Path) -> Non
             raise KeyError("mine")
         releasing.result()
     assert queue.pending == 0
-    assert loaded_wrong(tmp_path / "written", small_state(1), small_state(0)) == []
-    assert loaded_wrong(tmp_path / "being written", small_state(2), small_state(0)) == []
+    assert holds(tmp_path / "written", 1)
+    assert holds(tmp_path / "being written", 2)
 
 
 def test_an_error_in_the_block_ends_the_process_of_each_call() -> None:
@@ -494,7 +482,7 @@ def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
         assert "requests were lost (pending: 2)" in raised.value.__notes__[0]
     assert queue.pending == 0
     assert not (tmp_path / "stuck" / ".metadata").exists()
-    assert loaded_wrong(tmp_path / "written", small_state(1), small_state(0)) == []
+    assert holds(tmp_path / "written", 1)
 
 
 def test_full_storage_is_said_in_one_line(tmp_path: Path) -> None:
@@ -526,12 +514,12 @@ def test_saves_to_one_place_do_not_share_files(tmp_path: Path) -> None:
         schedule(other, tmp_path, small_state(4))
         with pytest.raises(CheckpointException, match="No space left"):
             queue.poll()
-        assert loaded_wrong(tmp_path, small_state(1), small_state(0)) == []
+        assert holds(tmp_path, 1)
         other.close(abort=True)
-        assert loaded_wrong(tmp_path, small_state(1), small_state(0)) == []
+        assert holds(tmp_path, 1)
         hold.release()
         assert queue.wait() == [2]
-    assert loaded_wrong(tmp_path, small_state(3), small_state(0)) == []
+    assert holds(tmp_path, 3)
     assert len(names(tmp_path)) == 2
 
 
@@ -556,7 +544,7 @@ def test_an_aborted_save_is_never_finalised(tmp_path: Path) -> None:
         assert busy.wait() == [0]
     assert finalized == []
     assert names(tmp_path / "aborted") == []
-    assert loaded_wrong(tmp_path / "again", small_state(3), small_state(0)) == []
+    assert holds(tmp_path / "again", 3)
 
 
 def test_a_late_answer_is_not_taken_for_another_saves(tmp_path: Path) -> None:
@@ -612,7 +600,7 @@ def test_a_wait_that_another_thread_aborts_says_so(
     assert queue.wait() == [index]
     queue.close()
     assert names(tmp_path / "aborted") == []
-    assert loaded_wrong(tmp_path / "new", small_state(2), small_state(0)) == []
+    assert holds(tmp_path / "new", 2)
 
 
 # --- the caching reader ---------------------------------------------------------------------------
@@ -663,7 +651,7 @@ def test_metadata_of_few_checkpoints_is_kept(tmp_path: Path) -> None:
     readers = []
     for number in range(5):
         path = tmp_path / str(number)
-        dcp.save({"a": torch.ones(3)}, storage_writer=FileSystemWriterAsync(path), no_dist=True)
+        save_now(path, {"a": torch.ones(3)})
         readers.append(CachedMetadataFileSystemReader(path))
     kept = [reader.shared_metadata() for reader in readers[:4]]
     for position in (0, 4):
