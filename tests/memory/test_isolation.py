@@ -41,6 +41,7 @@ from support.faults import Hold, inject, writer_pids
 from support.states import blobs, blobs_by_stock, read_metadata, schedule, small_state
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("one_thread_computes")
 State = dict[str, Any]
 SAVES = 12
 HELD = 3
@@ -49,15 +50,6 @@ OPTIONS: dict[str, Any] = {"thread_count": 2, "sync_files": False}
 DEADLINE_S = 60.0
 MUCH = 1_200_000
 """Elements of a tensor that overlapped staging copies behind the call."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread_computes() -> Iterator[None]:
-    """Else the threads of changes and of saves compete for each other's processors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- everything that a state may hold, and what may be done to it ---------------------------------

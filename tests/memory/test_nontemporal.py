@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import platform
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -26,6 +25,7 @@ from nostall._memory import nontemporal
 from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from support import loaded
+from support.processes import ended
 from support.states import blobs, schedule
 
 MIB = 1 << 20
@@ -176,31 +176,20 @@ for switch in (False, True):
     save_twice(Path(sys.argv[1]) / str(switch))
     print("nostall-copy-past-caches" in Path("/proc/self/maps").read_text())
 """
-    ended = subprocess.run(
-        [*loaded.python(), "-c", program, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    command = *loaded.python(), "-c", program, str(tmp_path)
+    paths = {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    done = ended(*command, timeout_s=120, environment=paths)
     possible = platform.machine() == "x86_64" and _torch.runs_avx()
-    assert ended.stdout.split() == ["False", str(possible)]
+    assert done.stdout.split() == ["False", str(possible)]
     assert blobs(tmp_path / "False" / "1") == blobs(tmp_path / "True" / "1")
 
 
 def test_what_switches_torchs_own_vector_code_off_switches_it_off() -> None:
     """One variable for a user who suspects such code."""
     program = "from nostall._memory import copying as c; print(c._copy_of_much() is c._memcpy)"
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "ATEN_CPU_CAPABILITY": "default"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert ended.stdout.strip() == "True"
+    switch = {"ATEN_CPU_CAPABILITY": "default"}
+    done = ended(sys.executable, "-c", program, timeout_s=120, environment=switch)
+    assert done.stdout.strip() == "True"
 
 
 @has_avx

@@ -20,6 +20,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from support.faults import Fault, inject
 from support.states import schedule
 
+pytestmark = pytest.mark.usefixtures("one_thread_computes")
 STEPS, EVERY = 200, 5
 WIDTH = 350
 UNTIL_THE_COPY_S = 0.005
@@ -28,15 +29,6 @@ FILLING = [torch.zeros(110_000) for _ in range(9)]
 """Tensors, each smaller than any weight, that use up the bytes which are copied inside the call."""
 
 Optimizer = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
-
-
-@pytest.fixture(autouse=True)
-def one_thread_computes() -> Iterator[None]:
-    """Else those of training and of the copy spin for each other's processors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Averaging(nn.Module):

@@ -6,7 +6,6 @@ The device is a fake that does its work as late as it may: a missing wait gives 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,12 +16,6 @@ from support.fake_accelerator import FakeAccelerator
 
 DEADLINE_S = 60.0
 PART = 64
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeAccelerator]:
-    with FakeAccelerator() as made:
-        yield made
 
 
 def small(threads: int = 1) -> Uploads:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +16,9 @@ from nostall._model import checksum
 from nostall.core import AsyncCallsQueue
 from support import loaded
 from support.faults import writer_pids
+from support.processes import ended
 from support.ranks import TESTS
-from support.states import blobs, schedule
+from support.states import blobs, save_now, schedule
 
 
 def loaded_code(pid: int) -> str:
@@ -63,13 +62,8 @@ def test_the_writers_code_imports_no_other_package_and_nothing_slow() -> None:
     directory = checksum.use_fastest()
     assert directory is not None
     root = str(Path(nostall.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", ISOLATED, root, directory, *NOT_IMPORTED],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    program = sys.executable, "-I", "-S", "-c", ISOLATED
+    done = ended(*program, root, directory, *NOT_IMPORTED, timeout_s=60)
     assert done.stdout == "[]\n[]\n"
 
 
@@ -94,16 +88,11 @@ with AsyncCallsQueue() as queue:
 @pytest.mark.slow
 def test_without_the_extra_a_checkpoint_is_the_same(tmp_path: Path) -> None:
     """Byte for byte; the standard library's sums are as good."""
-    done = subprocess.run(
-        [*loaded.python(), "-c", WITHOUT, str(tmp_path / "without"), str(TESTS)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    program = *loaded.python(), "-c", WITHOUT
+    done = ended(*program, str(tmp_path / "without"), str(TESTS), timeout_s=60)
     assert done.stdout == "False False\n"
     state = {"weight": torch.arange(1000.0)}
-    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(tmp_path / "with"))
+    save_now(tmp_path / "with", state)
     assert blobs(tmp_path / "without") == blobs(tmp_path / "with")
 
 

@@ -6,7 +6,7 @@ The accelerator is a fake, which does its work as late as streams and events all
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,6 @@ from support.fake_accelerator import FakeAccelerator
 
 LARGE = 300 << 10
 """Elements of a tensor that is read alone, in one part."""
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeAccelerator]:
-    with FakeAccelerator() as made:
-        yield made
 
 
 def save(path: Path) -> dict[str, torch.Tensor]:
