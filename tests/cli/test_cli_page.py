@@ -7,19 +7,19 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
 from nostall._cli.output import Status
 from nostall.cli import _COMMANDS
 from support import loaded
+from support.processes import ended
+from support.reads import save
 
 PAGE = (Path(__file__).parents[2] / "docs" / "cli.md").read_text(encoding="utf-8")
 NUMBERS = re.compile(r"\d+(?:[.:-]\d+)*")
@@ -74,14 +74,7 @@ def script(block: str) -> str:
     """The output of a script, with the real program."""
     program = f'nostall() {{ {shlex.join(loaded.python())} -W ignore -m nostall "$@"; }}\n'
     root = str(Path(nostall.__file__).parents[1])
-    return subprocess.run(
-        ["bash", "-c", program + block],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=True,
-    ).stdout
+    return ended("bash", "-c", program + block, environment={"PYTHONPATH": root}).stdout
 
 
 def test_the_page_and_the_help_list_the_same(run: Run) -> None:
@@ -111,9 +104,7 @@ def fields_of(value: Any) -> set[str]:
 def test_the_page_describes_every_field_of_the_json(tmp_path: Path, run: Run) -> None:
     """In the row of the command that prints it."""
     for step in (1, 2, 3):
-        writer = nostall.FileSystemWriterAsync(tmp_path / f"step-{step}", sync_files=False)
-        state = {"weight": torch.full((4, 2), step), "step": step}
-        dcp.save(state, storage_writer=writer, no_dist=True)
+        save(tmp_path / f"step-{step}", {"weight": torch.full((4, 2), step), "step": step})
     first, second = tmp_path / "step-1", tmp_path / "step-2"
     shutil.copytree(first, tmp_path / "damaged")
     (tmp_path / "damaged" / "__0_0.distcp").write_bytes(b"")

@@ -34,7 +34,9 @@ from nostall.errors import DamagedCheckpointError
 from support import loaded
 from support.object_store import S3Server
 from support.parts import save_in_halves
-from support.states import small_state
+from support.processes import ended
+from support.reads import same
+from support.states import save_now, small_state
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32),
@@ -57,24 +59,7 @@ def state_of() -> dict[str, Any]:
     return {**small_state(), **state_of_tensors(), "layers": layers}
 
 
-def is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
-        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(is_same, one, other))
-    return bool(one == other)
-
-
-def saved(path: Path | str, state: dict[str, Any]) -> Path | str:
-    """A checkpoint of nostall's."""
-    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(path), no_dist=True)
-    return path
-
-
-@pytest.mark.parametrize("save", [saved, save_in_halves], ids=["whole", "in parts"])
+@pytest.mark.parametrize("save", [save_now, save_in_halves], ids=["whole", "in parts"])
 @pytest.mark.parametrize("name", ["all.pt", "all.safetensors"])
 def test_there_and_back(
     tmp_path: Path, run: Run, name: str, save: Callable[[Path, dict[str, Any]], object]
@@ -85,7 +70,7 @@ def test_there_and_back(
     save(tmp_path / "saved", state)
     file = tmp_path / name
     assert run("convert", tmp_path / "saved", file)[0] == 0
-    assert is_same(torch.load(file) if is_torchs else safetensors.torch.load_file(file), state)
+    assert same(torch.load(file) if is_torchs else safetensors.torch.load_file(file), state)
     if is_torchs:
         with zipfile.ZipFile(file) as archive:
             assert archive.testzip() is None
@@ -101,10 +86,10 @@ def test_checkpoints_may_be_in_a_store(tmp_path: Path, run: Run, s3: S3Server) -
     state = state_of()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        saved(f"{store}/saved", state)
+        save_now(f"{store}/saved", state)
     file = tmp_path / "all.pt"
     assert run("convert", f"{store}/saved", file)[0] == 0
-    assert is_same(torch.load(file), state)
+    assert same(torch.load(file), state)
     assert run("convert", file, f"{store}/again")[0] == 0
     assert nostall.verify(f"{store}/again").ok
     assert run("diff", "--values", f"{store}/saved", f"{store}/again")[0] == 0
@@ -123,7 +108,7 @@ def test_objects_of_any_class_need_trust(tmp_path: Path, run: Run) -> None:
     """In both directions: without ``--trust`` nothing is unpickled that could run code."""
     state = {"x": torch.ones(2), "options": Namespace(lr=0.1)}
     path = tmp_path / "saved"
-    saved(path, state)
+    save_now(path, state)
     for source, target in ((path, tmp_path / "all.pt"), (tmp_path / "all.pt", tmp_path / "again")):
         status, _, error = run("convert", source, target)
         assert (status, error.count("\n"), target.exists()) == (1, 1, False)
@@ -156,7 +141,7 @@ NOT_CONVERTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "make.py": (lambda path: path.write_text("import torch"), "it is not a file of torch.save"),
     "empty.pt": (lambda path: torch.save({}, path), "the state dict in it is empty"),
     "__0_0.distcp": (
-        lambda path: saved(path.parent, {"a": torch.ones(9)}),
+        lambda path: save_now(path.parent, {"a": torch.ones(9)}),
         "it is a shard file of a checkpoint (pass the checkpoint's directory)",
     ),
     "damaged.pt": (flipped, "does not match its CRC-32"),
@@ -203,7 +188,7 @@ def test_nothing_is_replaced_or_named_for_what_it_is_not(
 ) -> None:
     """No archive of ``torch.save`` is called GGUF, and no directory a file."""
     monkeypatch.chdir(tmp_path)
-    saved("saved", {"x": torch.ones(2)})
+    save_now("saved", {"x": torch.ones(2)})
     torch.save({"x": torch.ones(2)}, "all.pt")
     for name in ("a.safetensors", "b.safetensors"):
         safetensors.torch.save_file({"x": torch.ones(2)}, name)
@@ -218,7 +203,7 @@ def test_nothing_is_replaced_or_named_for_what_it_is_not(
 @pytest.mark.parametrize("name", ["zeros", "short", "gone"])
 def test_damage_leaves_no_file(tmp_path: Path, run: Run, name: str) -> None:
     """A shard file that cannot be read ends the conversion with one line, and nothing stays."""
-    saved(tmp_path / "saved", state_of())
+    save_now(tmp_path / "saved", state_of())
     (shard,) = (tmp_path / "saved").glob("*.distcp")
     nbytes = shard.stat().st_size
     shard.unlink()
@@ -233,7 +218,7 @@ def test_a_full_disk_leaves_no_file(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the target nor what it is made from, with one line that names the target."""
-    saved(tmp_path / "saved", state_of())
+    save_now(tmp_path / "saved", state_of())
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -280,21 +265,16 @@ with open("/proc/self/status") as stream:
 resource.setrlimit({limit})
 sys.exit(main(["convert", *sys.argv[1:]]))
 """
-    return subprocess.run(
-        [*loaded.python(), "-W", "ignore", "-c", program, *map(str, paths)],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    command = *loaded.python(), "-W", "ignore", "-c", program, *map(str, paths)
+    return ended(
+        *command, cwd=cwd, timeout_s=200, check=False, environment={"OMP_NUM_THREADS": "1"}
     )
 
 
 def test_the_tensors_are_never_all_in_memory(tmp_path: Path) -> None:
     """192 MiB become one file in a process that may allocate 96 MiB, stacks of threads included."""
     state = {f"layer.{i}": torch.full((2 << 20,), float(i)) for i in range(24)}
-    saved(tmp_path / "saved", state)
+    save_now(tmp_path / "saved", state)
     limit = "resource.RLIMIT_DATA, (now + (96 << 20),) * 2"
     done = convert_limited(limit, "saved", "all.pt", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -323,7 +303,7 @@ def test_paths_in_metadata_are_not_trusted() -> None:
 def test_a_model_is_chosen_by_its_prefix(tmp_path: Path, run: Run) -> None:
     """Names are those of the model then, as stock's reader for Hugging Face expects them."""
     model = {"layer.weight": torch.randn(4, 4), "layer.bias": torch.randn(4)}
-    saved(tmp_path / "saved", {"model": model, "step": 3, "optimizer": {"lr": 0.1}})
+    save_now(tmp_path / "saved", {"model": model, "step": 3, "optimizer": {"lr": 0.1}})
     hub = tmp_path / "hub"
     hub.mkdir()
     file = hub / "model.safetensors"
@@ -331,7 +311,7 @@ def test_a_model_is_chosen_by_its_prefix(tmp_path: Path, run: Run) -> None:
     assert (status, "2 items" in shown) == (0, True)
     found = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
     dcp.load(found, storage_reader=HuggingFaceStorageReader(str(hub)), no_dist=True)
-    assert is_same(found, model)
+    assert same(found, model)
 
 
 def test_files_of_stock_and_of_hugging_face_become_a_checkpoint(tmp_path: Path, run: Run) -> None:
@@ -343,7 +323,7 @@ def test_files_of_stock_and_of_hugging_face_become_a_checkpoint(tmp_path: Path, 
     assert run("convert", tmp_path / "stock", tmp_path / "saved")[0] == 0
     found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     dcp.load(found, checkpoint_id=tmp_path / "saved", no_dist=True)
-    assert is_same(found, state)
+    assert same(found, state)
     (tmp_path / "stock" / INDEX).unlink()
     assert run("convert", tmp_path / "stock", tmp_path / "all")[0] == 0
     items = json.loads(run("inspect", "--json", tmp_path / "all")[1])["items"]
@@ -369,7 +349,7 @@ def test_what_the_format_does_not_have_is_named(
     message: str,
 ) -> None:
     """In one line, and nothing is written; so is the package, where it is missing."""
-    saved(tmp_path / "saved", state)
+    save_now(tmp_path / "saved", state)
     if more == ("no package",):
         monkeypatch.setitem(sys.modules, "safetensors.torch", None)
         more = ()

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,21 +15,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
-from nostall.filesystem_async import FileSystemWriterAsync
 from support.parts import save_in_halves
 from support.permissions import without_permission
-from support.states import read_metadata, save_stock_way, small_state
+from support.processes import ended
+from support.reads import flipped
+from support.states import read_metadata, save_now, save_stock_way, small_state
 
 STORED = Path(__file__).parents[1] / "checkpoints"
 
 
 def save(path: Path, state: dict[str, Any] | None = None) -> None:
-    writer = nostall.FileSystemWriterAsync(path, sync_files=False)
-    dcp.save(state or small_state(), storage_writer=writer, no_dist=True)
+    save_now(path, state or small_state(), sync_files=False)
 
 
 def row_of(output: str, name: str) -> list[str]:
@@ -210,13 +208,12 @@ def test_all_checkpoints_of_a_root_are_verified(tmp_path: Path, run: Run) -> Non
     (tmp_path / "step-2" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "pwned")))
     assert run("verify", tmp_path)[0] == 4
     file = tmp_path / "step-1" / "__0_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    status, shown, _ = run("verify", tmp_path)
+    with flipped(file, file.stat().st_size // 2):
+        status, shown, _ = run("verify", tmp_path)
+        listed = json.loads(run("verify", tmp_path, "--json")[1])
     assert (status, shown.count("\n")) == (1, 3)
     assert f"{tmp_path / 'step-1'}: DAMAGED" in shown
-    found = {each["path"]: each for each in json.loads(run("verify", tmp_path, "--json")[1])}
+    found = {each["path"]: each for each in listed}
     assert [each["state"] for each in found.values()].count("whole") == 1
     assert found[str(tmp_path / "step-1")]["damages"][0]["file"] == "__0_0.distcp"
 
@@ -276,8 +273,7 @@ def test_a_truncated_file_is_named_before_bytes_are_read(
     The bytes of large checkpoints take hours; sizes take milliseconds.
     """
     for name in ("a", "b"):
-        writer = FileSystemWriterAsync(tmp_path / name, thread_count=2)
-        dcp.save({"x": torch.ones(9), "y": torch.ones(9)}, storage_writer=writer, no_dist=True)
+        save_now(tmp_path / name, {"x": torch.ones(9), "y": torch.ones(9)}, thread_count=2)
     os.truncate(tmp_path / "b" / "__0_1.distcp", 10)
     read = progress_shown(monkeypatch)
     for command in (
@@ -356,15 +352,7 @@ for command in ("ls PATH", "latest PATH", "prune PATH --keep latest=1"):
 assert "torch" not in sys.modules
 """
     root = str(Path(nostall.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ended(sys.executable, "-c", program, environment={"PYTHONPATH": root})
     assert "exit status" in done.stdout
     assert "loss=0.5" in done.stdout
 
@@ -538,11 +526,9 @@ def test_damage_is_not_a_difference(tmp_path: Path, run: Run) -> None:
     for name in ("a", "b"):
         save(tmp_path / name, {"x": torch.ones(100)})
     file = next((tmp_path / "b").glob("*.distcp"))
-    content = bytearray(file.read_bytes())
-    content[content.index(b"\0\0\x80\x3f" * 100) + 200] ^= 1
-    file.write_bytes(content)
-    for command, *paths in (("diff --values", "a", "b"), ("convert", "b", "c")):
-        status, shown, error = run(*command.split(), *(tmp_path / each for each in paths))
-        assert (status, shown, error.count("\n")) == (1, "", 1)
-        assert "the checkpoint is damaged: __0_0.distcp: CRC-32 is" in error
+    with flipped(file, file.read_bytes().index(b"\0\0\x80\x3f" * 100) + 200):
+        for command, *paths in (("diff --values", "a", "b"), ("convert", "b", "c")):
+            status, shown, error = run(*command.split(), *(tmp_path / each for each in paths))
+            assert (status, shown, error.count("\n")) == (1, "", 1)
+            assert "the checkpoint is damaged: __0_0.distcp: CRC-32 is" in error
     assert not (tmp_path / "c").exists()

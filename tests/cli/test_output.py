@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import nostall
 from cli.conftest import Run
 from nostall._cli.output import format_age, format_size, progress
 from nostall.cli import main
+from support.processes import ended
+from support.states import save_now
 
 ENVIRONMENT = {
     **os.environ,
@@ -29,8 +30,7 @@ ENVIRONMENT = {
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    writer = nostall.FileSystemWriterAsync(tmp_path / "step-1", sync_files=False)
-    dcp.save({"weight": torch.zeros(30, 40)}, storage_writer=writer, no_dist=True)
+    save_now(tmp_path / "step-1", {"weight": torch.zeros(30, 40)}, sync_files=False)
     return tmp_path / "step-1"
 
 
@@ -133,21 +133,14 @@ def test_a_name_that_cannot_be_printed_is_one_line(checkpoint: Path) -> None:
     odd = os.fsencode(checkpoint.parent) + b"/root-\xff"
     os.mkdir(odd)
     os.rename(checkpoint, odd + b"/step-1")
-    ended = []
-    for name, path in (("latest", odd), ("verify", odd + b"/step-1")):
-        done = subprocess.run(
-            [sys.executable, "-m", "nostall", name, path],
-            env={**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        ended.append((done.returncode, done.stdout, done.stderr))
-    (status, shown, error), verified = ended
-    assert (status, shown, error.count("\n")) == (1, "", 1)
-    assert "cannot be printed" in error
-    assert (verified[0], "\\udcff" in verified[1], verified[2]) == (0, True, "")
+    strict = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8:strict"}
+    latest, verified = (
+        ended(sys.executable, "-m", "nostall", name, path, check=False, environment=strict)
+        for name, path in (("latest", odd), ("verify", odd + b"/step-1"))
+    )
+    assert (latest.returncode, latest.stdout, latest.stderr.count("\n")) == (1, "", 1)
+    assert "cannot be printed" in latest.stderr
+    assert (verified.returncode, "\\udcff" in verified.stdout, verified.stderr) == (0, True, "")
 
 
 def test_interrupts_end_with_one_line(
@@ -180,8 +173,7 @@ def test_sizes_and_ages_are_short() -> None:
 def test_names_cannot_control_the_terminal(tmp_path: Path, run: Run, command: str) -> None:
     """Control characters in the name of a directory are shown escaped; JSON has the name itself."""
     odd = tmp_path / "\x1b[2J"
-    writer = nostall.FileSystemWriterAsync(odd / "step-1", sync_files=False)
-    dcp.save({"\x1b[2Jx\nsafe": torch.zeros(1)}, storage_writer=writer, no_dist=True)
+    save_now(odd / "step-1", {"\x1b[2Jx\nsafe": torch.zeros(1)}, sync_files=False)
     command = command.replace("ROOT", str(tmp_path)).replace("STEP", "ODD/step-1")
     arguments = command.replace("ODD", str(odd)).split()
     status, shown, error = run(*arguments)

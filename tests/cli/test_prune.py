@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,13 +21,12 @@ from cli.conftest import Run
 from nostall._cli import listing
 from nostall._cli.listing import Listed, ListedState, parse_policies, reasons, why_kept
 from support.permissions import without_permission
-from support.states import save_stock_way
+from support.states import save_now, save_stock_way
 
 
 def save(root: Path, *steps: int) -> None:
     for step in steps:
-        writer = nostall.FileSystemWriterAsync(root / f"step-{step}", sync_files=False)
-        dcp.save({"x": torch.zeros(3)}, storage_writer=writer, no_dist=True)
+        save_now(root / f"step-{step}", {"x": torch.zeros(3)}, sync_files=False)
 
 
 def there(root: Path) -> set[str]:
@@ -161,58 +159,52 @@ def test_the_checkpoint_that_latest_prints_stays(tmp_path: Path, run: Run) -> No
     assert run("latest", root)[1] == f"{newest}\n"
 
 
-def removed_with(
-    monkeypatch: pytest.MonkeyPatch, happens: Callable[[str, Callable[[Any], None]], None]
+Remove = Callable[[Path | str], object]
+
+
+def replace(root: Path, path: str, remove: Remove) -> None:
+    """A job that has returned to an earlier step commits it."""
+    remove(path)
+    save(root, 2)
+
+
+def refuse_the_first(_: Path, path: str, remove: Remove) -> None:
+    """Storage refuses, and the rest is removed."""
+    if path.endswith("step-1"):
+        raise nostall.errors.WriteError("the checkpoint could not be removed: busy", path=path)
+    remove(path)
+
+
+def remove_the_last(root: Path, path: str, remove: Remove) -> None:
+    """Another program does, after the list was made: nothing else is removed."""
+    remove(path)
+    remove(root / "step-3")
+
+
+@pytest.mark.parametrize(
+    ("happens", "keep", "said", "left"),
+    [
+        (replace, "latest=1", [], {"step-2", "step-3"}),
+        (refuse_the_first, "latest=1", ["busy", "failed"], {"step-1", "step-3"}),
+        (remove_the_last, "every=1000", ["stopped"], {"step-2"}),
+    ],
+)
+def test_what_happens_meanwhile_is_reported_and_costs_no_other_checkpoint(
+    tmp_path: Path,
+    run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    happens: Callable[[Path, str, Remove], None],
+    keep: str,
+    said: list[str],
+    left: set[str],
 ) -> None:
-    """Let something else happen where ``prune`` removes a checkpoint."""
+    """With status 1; a checkpoint that is replaced stays, and the last one is never risked."""
+    save(tmp_path, 1, 2, 3)
     remove = nostall.remove_checkpoint
-    monkeypatch.setattr(listing, "remove_checkpoint", lambda path: happens(path, remove))
-
-
-def test_a_checkpoint_that_is_replaced_meanwhile_stays(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A job that has returned to an earlier step commits it while steps are removed."""
-    save(tmp_path, 1, 2, 3)
-
-    def remove_and_commit(path: str, remove: Callable[[Any], None]) -> None:
-        remove(path)
-        save(tmp_path, 2)
-
-    removed_with(monkeypatch, remove_and_commit)
-    assert run("prune", tmp_path, "--keep", "latest=1", "--delete")[0] == 1
-    assert there(tmp_path) == {"step-2", "step-3"}
-
-
-def test_a_failure_is_reported(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Storage that refuses ends with status 1; the rest is removed."""
-    save(tmp_path, 1, 2, 3)
-
-    def refuse(path: str, remove: Callable[[Any], None]) -> None:
-        if path.endswith("step-1"):
-            raise nostall.errors.WriteError("the checkpoint could not be removed: busy", path=path)
-        remove(path)
-
-    removed_with(monkeypatch, refuse)
-    status, shown, error = run("prune", tmp_path, "--keep", "latest=1", "--delete")
-    assert (status, "busy" in error, "failed" in shown) == (1, True, True)
-    assert there(tmp_path) == {"step-1", "step-3"}
-
-
-def test_it_stops_when_the_last_checkpoint_is_gone(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another program removed it after the list was made: nothing else is removed."""
-    save(tmp_path, 1, 2, 3)
-
-    def remove_two(path: str, remove: Callable[[Any], None]) -> None:
-        remove(path)
-        remove(tmp_path / "step-3")
-
-    removed_with(monkeypatch, remove_two)
-    status, _, error = run("prune", tmp_path, "--keep", "every=1000", "--delete")
-    assert (status, "stopped" in error) == (1, True)
-    assert there(tmp_path) == {"step-2"}
+    monkeypatch.setattr(listing, "remove_checkpoint", lambda path: happens(tmp_path, path, remove))
+    status, shown, error = run("prune", tmp_path, "--keep", keep, "--delete")
+    assert (status, [word for word in said if word not in shown + error]) == (1, [])
+    assert there(tmp_path) == left
 
 
 @pytest.mark.parametrize(
