@@ -17,15 +17,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall.core import AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import (
-    CheckpointMetadataCache,
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
-)
+from nostall.state_dict_saver import CheckpointMetadataCache
 from support.crashes import Disk, Operation, rebuild, recorded
+from support.states import planned
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -45,13 +41,7 @@ def by_save(path: Path, seed: int) -> None:
 
 def by_split(path: Path, seed: int, cache: CheckpointMetadataCache | None = None) -> None:
     """The split functions, with a snapshot; the request runs in this process as in the writer."""
-    writer = FileSystemWriterAsync(path, thread_count=2)
-    planned = save_state_dict_async_plan(
-        state_of(seed), writer, enable_cache=cache is not None, metadata_cache=cache
-    )
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
-    finalize = [lambda: save_state_dict_async_finalize(*planned)]
-    AsyncRequest(save_fn, args, finalize, {}, preload_fn).execute_sync()
+    planned(path, state_of(seed), thread_count=2, cache=cache)[1].execute_sync()
 
 
 def of_a_known_structure(path: Path, seed: int) -> None:

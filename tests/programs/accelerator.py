@@ -26,7 +26,7 @@ from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.filesystem_reader import Verify
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.faults import writer_pids
-from support.states import blobs, schedule
+from support.states import begin_async, blobs, schedule
 
 Check = Callable[[Path, str], None]
 _ELEMENTS = {"cuda": 16 << 20, "cpu": 1 << 12}
@@ -90,9 +90,7 @@ def stocks_calls_save_what_stock_saves(out: Path, device: str) -> None:
     stock = by_stock(out / "stock", state_on(device, 7))
     dcp.save(state_on(device, 7), storage_writer=FileSystemWriterAsync(out / "save"), no_dist=True)
     state = state_on(device, 7)
-    saved: Any = dcp.async_save(
-        state, storage_writer=FileSystemWriterAsync(out / "async"), no_dist=True
-    )
+    saved = begin_async(FileSystemWriterAsync(out / "async"), state, no_dist=True)
     state["large"].zero_()
     saved.result()
     for name in ("save", "async"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from support.described import (
     whole,
     with_attributes,
 )
-from support.states import blobs, read_metadata
+from support.states import begin_async, blobs, read_metadata
 
 ROWS = [((0, 0, 5),), ((5, 0, 3),)]
 EVEN = [((0, 0, 4),), ((4, 0, 4),)]
@@ -70,8 +69,7 @@ def unequal_parts(out: Path) -> dict[str, Any]:
         if way == "save":
             dcp.save(_state(), storage_writer=writer)
         else:
-            saving: Any = dcp.async_save(_state(), storage_writer=writer)
-            (saving if isinstance(saving, Future) else saving.upload_completion).result(60)
+            begin_async(writer, _state()).result(60)
         dist.barrier()
         if read_metadata(out / way).state_dict_metadata != entries:
             different.append(f"metadata of {way}")

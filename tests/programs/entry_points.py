@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from support.faults import Fault, inject
-from support.states import blobs, schedule, small_state
+from support.states import begin_async, blobs, planned, schedule, small_state
 
 State = dict[str, Any]
 
@@ -126,8 +125,7 @@ def async_save_in_thread(
     path: Path, state: State, kind: AsyncCheckpointerType = AsyncCheckpointerType.THREAD
 ) -> None:
     """``dcp.async_save`` with the thread executor."""
-    writer = FileSystemWriterAsync(path)
-    future: Any = dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind)
+    future = begin_async(FileSystemWriterAsync(path), state, async_checkpointer_type=kind)
     spoil(state)
     future.result(timeout=60)
 
@@ -151,7 +149,7 @@ def queue_temporal(path: Path, state: State) -> None:
 
 def by_hand(path: Path, state: State) -> None:
     """The split functions called one after the other."""
-    _, request = planned(path, state)
+    _, request = planned(path, state, thread_count=2)
     if request.async_fn is not None:
         assert request.preload_fn is not None
         args = [*request.async_fn_args]
@@ -163,16 +161,7 @@ def by_hand(path: Path, state: State) -> None:
 
 def execute_sync(path: Path, state: State) -> None:
     """A request that is executed instead of scheduled."""
-    planned(path, state)[1].execute_sync()
-
-
-def planned(path: Path, state: State, **options: Any) -> tuple[FileSystemWriterAsync, AsyncRequest]:
-    """A split save that is planned, and its writer."""
-    writer = FileSystemWriterAsync(path, **{"thread_count": 2, **options})
-    plan = save_state_dict_async_plan(state, writer, planner=DefaultSavePlanner())
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
-    finalize = [lambda: save_state_dict_async_finalize(*plan)]
-    return writer, AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
+    planned(path, state, thread_count=2)[1].execute_sync()
 
 
 ALONE: dict[str, Callable[[Path, State], None]] = {
@@ -249,7 +238,7 @@ def the_slowest_rank_is_named(out: Path) -> dict[str, Any]:
     logger.setLevel(logging.INFO)
     faults = [Fault.delay("fsync", 0.5)] if dist.get_rank() == 1 else []
     with inject(*faults), AsyncCallsQueue() as queue:
-        writer, request = planned(out, group_state(3))
+        writer, request = planned(out, group_state(3), thread_count=2)
         queue.schedule_async_request(request)
     assert writer.stats is not None
     return {"slowest": writer.stats.slowest_rank, "lines": lines.getvalue().count("\n")}

@@ -29,17 +29,13 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 import nostall
 from nostall import _engine
 from nostall._engine import reset
-from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions, StagingMode
-from nostall.state_dict_saver import (
-    CheckpointMetadataCache,
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
-)
+from nostall.state_dict_saver import CheckpointMetadataCache
 from programs.entry_points import loaded_wrong
 from support.faults import Fault, Hold, inject, writer_pids
-from support.states import schedule, small_state
+from support.states import begin_async, schedule, small_state
 
 State = dict[str, Any]
 Report = dict[str, Any]
@@ -135,17 +131,8 @@ def scene(
     dist.barrier()
 
     def save() -> None:
-        writer = FileSystemWriterAsync(path)
-        planned = save_state_dict_async_plan(
-            rank_state(seed=2),
-            writer,
-            planner=planner,
-            enable_cache=cache is not None,
-            metadata_cache=cache,
-        )
-        save_fn, preload_fn, args = writer.get_save_function_and_args()
-        finalize = [lambda: save_state_dict_async_finalize(*planned), lambda: finalized.append(1)]
-        queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+        told = [lambda: finalized.append(1)]
+        schedule(queue, path, rank_state(seed=2), planner=planner, cache=cache, after=told)
         if polling:
             poll(queue)
         else:
@@ -245,8 +232,7 @@ def save_now(path: Path, seed: int) -> None:
 
 def save_async(path: Path, seed: int) -> None:
     """One save with ``dcp.async_save``."""
-    saving: Any = dcp.async_save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
-    saving.result(60)
+    begin_async(FileSystemWriterAsync(path), rank_state(seed)).result(60)
 
 
 def save_split(path: Path, seed: int) -> None:
@@ -312,13 +298,11 @@ def saves_begun_without_their_group(out: Path) -> Report:
     ) -> None:
         group: Any = members and dist.new_group(members, use_local_synchronization=True)
         writer = Late(out / title, staging=staging)
-        saving: Any = dcp.async_save(
-            rank_state(2), storage_writer=writer, process_group=group, no_dist=no_dist
-        )
+        saving = begin_async(writer, rank_state(2), process_group=group, no_dist=no_dist)
         dist.barrier()
         dist.destroy_process_group()
         writer.begin()
-        report = outcome_of(lambda: saving.upload_completion.result(60))
+        report = outcome_of(lambda: saving.result(60))
         report["committed"] = nostall.is_complete(out / title)
         reports[title] = report
         store = dist.FileStore(str(out / f"store {len(reports)}"), 2)
@@ -368,10 +352,7 @@ def memory_scene(path: Path, staging: StagingMode, planner: type[SavePlanner]) -
 
     def save(seed: int) -> None:
         # With an id of its own, DCP resets the writer between staging and writing.
-        saving: Any = dcp.async_save(
-            rank_state(seed), checkpoint_id=path, storage_writer=writer, planner=planner()
-        )
-        getattr(saving, "upload_completion", saving).result(60)
+        begin_async(writer, rank_state(seed), checkpoint_id=path, planner=planner()).result(60)
 
     def loads(seed: int) -> bool:
         return loaded_wrong(path, tensors_of(rank_state(seed)), tensors_of(rank_state(-1))) == []

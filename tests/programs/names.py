@@ -17,7 +17,7 @@ from nostall._storage import posix
 from nostall.filesystem_async import FileSystemWriterAsync
 from support.crashes import RecordingOs
 from support.faults import Fault, inject
-from support.states import read_metadata
+from support.states import begin_async, read_metadata
 
 
 class Stale(RecordingOs):
@@ -48,8 +48,7 @@ def _save(way: str, path: Path, seed: int) -> bool:
         if way == "save":
             dcp.save(_state(seed), storage_writer=writer)
         else:
-            future: Any = dcp.async_save(_state(seed), storage_writer=writer)
-            getattr(future, "upload_completion", future).result(60)
+            begin_async(writer, _state(seed)).result(60)
     except CheckpointException:
         return False
     return True

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
@@ -18,7 +17,7 @@ from nostall.options import EngineOptions
 from programs.entry_points import loaded_wrong
 from programs.planning import make_state
 from support.faults import Hold, inject
-from support.states import schedule
+from support.states import begin_async, schedule
 
 
 def failed_ranks(wait: Callable[[], Any]) -> list[int]:
@@ -50,13 +49,13 @@ def one_rank_that_forgets_to_wait_fails_the_save_on_all(out: Path) -> dict[str, 
     writer = FileSystemWriterAsync(out / "async", staging="overlapped")
     with Hold("stage") as hold:
         with inject(hold.fault):
-            response: Any = dcp.async_save(state, storage_writer=writer)
+            saving = begin_async(writer, state)
         hold.wait_reached()
         if dist.get_rank() == 1:
             state["large 1"].add_(1)
         hold.release()
-    facts["async"] = failed_ranks(lambda: response.upload_completion.result(100))
-    said = str(response.upload_completion.exception().failures[1][0])
+    facts["async"] = failed_ranks(lambda: saving.result(100))
+    said = str(saving.exception().failures[1][0])
     facts["said"] = [said.count(part) for part in ("phase=", "call wait_staged()")]
     facts["committed"] = sorted(path.parent.name for path in out.glob("*/.metadata"))
     facts["wrong"] = [

@@ -6,7 +6,6 @@ import errno
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from copy import copy, deepcopy
 from dataclasses import replace
@@ -30,7 +29,7 @@ from programs.entry_points import State
 from programs.planning import CHANGES, WHERE, changed, collectives, make_state
 from programs.simulated import lengths
 from support.faults import Fault, inject
-from support.states import blobs, read_metadata
+from support.states import begin_async, blobs, read_metadata
 
 
 @contextmanager
@@ -259,9 +258,7 @@ def in_background(out: Path, staging: str) -> dict[str, Any]:
         path = out / f"{number}"
         writer = nostall.FileSystemWriterAsync(path, staging=staging)  # type: ignore[arg-type]  # one of the modes
         with plannings() as made:
-            saving = dcp.async_save(make_state(number), storage_writer=writer, planner=planner)
-            upload = saving if isinstance(saving, Future) else saving.upload_completion
-            upload.result()
+            begin_async(writer, make_state(number), planner=planner).result()
         planned.append(made())
         right.append(is_as_by_stocks(path, make_state(number)))
     return {"planned": planned, "right": right}

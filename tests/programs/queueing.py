@@ -20,14 +20,12 @@ from nostall._queue import ending
 from nostall._ranks import agreement
 from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
 from nostall.errors import SaveTimeoutError, StagingError
-from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import calls
 from programs.entry_points import State, loaded_wrong
 from support.faults import Hold, inject, writer_pids
-from support.states import schedule
+from support.states import planned, schedule
 
 
 def _state(seed: int) -> State:
@@ -97,12 +95,10 @@ def fails(out: Path, where: str) -> dict[str, Any]:
     finalized: list[str] = []
     match where:
         case "snapshot":
-            writer = FileSystemWriterAsync(out / "failed")
-            planned = save_state_dict_async_plan(_state(2), writer)
-            save_fn, preload_fn, args = writer.get_save_function_and_args()
-            finalize: list[Callable[[], Any]] = [partial(save_state_dict_async_finalize, *planned)]
-            preload_fn = partial(_fail_on_rank_1, preload_fn)
-            request = AsyncRequest(save_fn, args, finalize, preload_fn=preload_fn)
+            _, request = planned(out / "failed", _state(2))
+            assert request.preload_fn is not None
+            failing = partial(_fail_on_rank_1, request.preload_fn)
+            request = request._replace(preload_fn=failing)
         case "finalizer":
             request = nothing(_fail_on_rank_1, lambda: finalized.append("failed"))
         case "worker-raises":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
-from support.states import schedule
+from support.states import begin_async, schedule
 
 State = dict[str, Any]
 SAVES = 5
@@ -94,8 +93,8 @@ def everything(out: Path, device: str) -> dict[str, list[str]]:
     for number in range(SAVES):
         state = state_of(number, device, mesh)
         path = out / f"async-{number}"
-        response = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path))
+        saving = begin_async(FileSystemWriterAsync(path), state)
         advance(state)
-        (response if isinstance(response, Future) else response.upload_completion).result()
+        saving.result()
         wrong[path.name] = wrongly_loaded(path, number, device, mesh)
     return wrong

@@ -12,12 +12,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall.core import AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from support.crashes import Disk, recorded
 from support.faults import Fault, inject
+from support.states import planned
 
 LENGTH = 3000
 
@@ -34,11 +33,7 @@ def by_save(path: Path, seed: int) -> None:
 
 def by_split(path: Path, seed: int) -> None:
     """The split functions; the request runs in this process as in the writer. Collective."""
-    writer = FileSystemWriterAsync(path)
-    planned = save_state_dict_async_plan(share_of(dist.get_rank(), seed), writer)
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
-    finalize = [lambda: save_state_dict_async_finalize(*planned)]
-    AsyncRequest(save_fn, args, finalize, {}, preload_fn).execute_sync()
+    planned(path, share_of(dist.get_rank(), seed))[1].execute_sync()
 
 
 WAYS: dict[str, Callable[[Path, int], None]] = {"save": by_save, "split": by_split}

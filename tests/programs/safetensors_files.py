@@ -24,7 +24,7 @@ import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache
-from support.states import schedule
+from support.states import begin_async, schedule
 
 State = dict[str, Any]
 FORM = SerializationFormat.SAFETENSORS
@@ -68,17 +68,13 @@ def _save_split(path: Path, state: State) -> None:
             queue.maybe_finalize_async_calls(blocking=True)
 
 
-def _save_async(path: Path, state: State) -> None:
-    writer = FileSystemWriterAsync(path, serialization_format=FORM)
-    saved: Any = dcp.async_save(state, storage_writer=writer)
-    saved.result()
-
-
 WAYS: dict[str, Callable[[Path, State], None]] = {
     "dcp.save": lambda path, state: dcp.save(
         state, storage_writer=FileSystemWriterAsync(path, serialization_format=FORM)
     ),
-    "dcp.async_save": _save_async,
+    "dcp.async_save": lambda path, state: begin_async(
+        FileSystemWriterAsync(path, serialization_format=FORM), state
+    ).result(60),
     "split": _save_split,
 }
 

@@ -15,9 +15,8 @@ import torch.distributed.checkpoint as dcp
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.stats import SaveStats
-from programs.entry_points import planned
 from support.faults import Fault, inject
-from support.states import small_state
+from support.states import begin_async, planned, small_state
 
 
 def saved(path: Path, **options: Any) -> tuple[SaveStats, float]:
@@ -85,10 +84,7 @@ def test_saves_of_stock_dcp_have_statistics_too(tmp_path: Path, staging: Any) ->
             dcp.save(state, storage_writer=writer, no_dist=True)
         else:
             writer = FileSystemWriterAsync(path, staging=staging)
-            saving: Any = dcp.async_save(
-                state, checkpoint_id=path, storage_writer=writer, no_dist=True
-            )
-            getattr(saving, "upload_completion", saving).result(60)
+            begin_async(writer, state, checkpoint_id=path, no_dist=True).result(60)
         stats = writer.stats
         assert stats is not None
         assert min(stats.stage_s, stats.written_s, stats.commit_s) > 0

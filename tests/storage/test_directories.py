@@ -20,20 +20,17 @@ import nostall
 from nostall._engine import reset
 from nostall._save.split_save import SplitSave
 from nostall._storage import directories, posix
-from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrity import verify
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import (
-    CheckpointMetadataCache,
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
-)
+from nostall.state_dict_saver import CheckpointMetadataCache
 from support.crashes import RecordingOs
 from support.faults import Fault, Hold, inject
 from support.states import (
     blobs,
+    planned,
     read_metadata,
     save_now,
     save_split,
@@ -199,11 +196,10 @@ def test_saves_that_are_under_way_in_a_directory_share_no_file(
 def test_a_save_that_was_finalised_by_hand_cannot_be_aborted(tmp_path: Path) -> None:
     """Its files are a checkpoint's, whatever becomes of the queue that it was scheduled with."""
     path, queue = tmp_path / "save", AsyncCallsQueue()
-    writer = FileSystemWriterAsync(path)
-    planned = save_state_dict_async_plan(small_state(1), writer)
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
-    queue.schedule_async_request(AsyncRequest(save_fn, args, [], {}, preload_fn))
-    save_state_dict_async_finalize(*planned)
+    _, request = planned(path, small_state(1))
+    (finalize,) = request.finalize_fns
+    queue.schedule_async_request(request._replace(finalize_fns=[]))
+    finalize()
     queue.close(abort=True)
     assert holds(path, 1, tmp_path)
 

@@ -35,9 +35,7 @@ from nostall._writer.files import perform
 from nostall._writer.seals import WholeImage
 from nostall.core import AsyncCallsQueue
 from nostall.errors import WriteError
-from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
-from nostall.state_dict_saver import save_state_dict_async_finalize, save_state_dict_async_plan
 from programs.openers import (
     FullUpload,
     OfOneThread,
@@ -54,6 +52,7 @@ from support.states import (
     PLAIN_WAYS,
     blobs,
     blobs_by_stock,
+    planned,
     read_metadata,
     save_in_background,
     save_now,
@@ -234,12 +233,12 @@ def test_nothing_is_synced_with_sync_files_off(tmp_path: Path, synced: list[str]
 def test_receipts_tell_what_the_writer_process_did(tmp_path: Path, *, sync_files: bool) -> None:
     """It gets ``sync_files``, and one thread writes one file after the other."""
     nostall.configure(EngineOptions(io_threads=1))
-    writer = FileSystemWriterAsync(tmp_path / "saved", sync_files=sync_files, thread_count=2)
-    planned = save_state_dict_async_plan(odd_state(), writer)
-    save_fn, preload_fn, _ = writer.get_save_function_and_args()
-    assert isinstance(save_fn, SplitSave)
-    report = save_fn.start(preload_fn()).result(DEADLINE_S)
-    save_state_dict_async_finalize(*planned)
+    options: dict[str, Any] = {"sync_files": sync_files, "thread_count": 2}
+    _, request = planned(tmp_path / "saved", odd_state(), **options)
+    assert isinstance(request.async_fn, SplitSave)
+    assert request.preload_fn is not None
+    report = request.async_fn.start(request.preload_fn()).result(DEADLINE_S)
+    request.finalize_fns[0]()
     assert isinstance(report, RankWritten)
     first, second = sorted(report.receipts, key=lambda receipt: receipt.started_s)
     assert first.fsynced is second.fsynced is sync_files

@@ -31,7 +31,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
-from support.states import schedule
+from support.states import begin_async, schedule
 from support.waiting import wait_until
 
 _FLOATS = 300_000
@@ -65,9 +65,7 @@ def _save(how: str, path: Path, seed: int) -> None:
         case "dcp.save":
             dcp.save(state, storage_writer=FileSystemWriterAsync(path))
         case "dcp.async_save":
-            saved = dcp.async_save(state, storage_writer=FileSystemWriterAsync(path))
-            assert not isinstance(saved, dcp.state_dict_saver.AsyncSaveResponse)
-            saved.result()
+            begin_async(FileSystemWriterAsync(path), state).result()
         case "split" | "split, known":
             cache = _KNOWN if how == "split, known" else None
             with AsyncCallsQueue() as queue:

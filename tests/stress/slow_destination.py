@@ -22,14 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 import nostall
-from nostall.core import AsyncCallsQueue, AsyncRequest
-from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.state_dict_saver import (
-    CheckpointMetadataCache,
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
-)
+from nostall.core import AsyncCallsQueue
+from nostall.state_dict_saver import CheckpointMetadataCache
 from stress.mounted import Mount, why_not
+from support.states import planned
 
 TENSORS = 16
 PATIENCE_S = 600.0
@@ -40,13 +36,8 @@ def save(
 ) -> Any:
     """One split save, committed; the writer, and seconds until training goes on, and until then."""
     began_s = time.perf_counter()
-    writer = FileSystemWriterAsync(path, local_staging_dir=tier)
-    planned = save_state_dict_async_plan(
-        STATE, writer, None, 0, enable_cache=True, metadata_cache=cache
-    )
-    save_fn, preload_fn, args = writer.get_save_function_and_args()
-    finalize = [lambda: save_state_dict_async_finalize(*planned)]
-    queue.schedule_async_request(AsyncRequest(save_fn, args, finalize, {}, preload_fn))
+    writer, request = planned(path, STATE, cache=cache, local_staging_dir=tier)
+    queue.schedule_async_request(request)
     blocked_s = time.perf_counter() - began_s
     while queue.pending:  # as a training loop polls
         queue.maybe_finalize_async_calls(blocking=False)

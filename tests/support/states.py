@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,7 @@ def small_state(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def schedule(
-    queue: AsyncCallsQueue,
+def planned(
     path: Path | str,
     state: dict[str, Any],
     *,
@@ -49,11 +48,16 @@ def schedule(
     cache: CheckpointMetadataCache | None = None,
     group: dist.ProcessGroup | None = None,
     kind: type[FileSystemWriterAsync] = FileSystemWriterAsync,
+    before: Sequence[Callable[[], Any]] = (),
+    after: Sequence[Callable[[], Any]] = (),
     **options: Any,
-) -> int:
-    """One split save through a queue, as a framework does it; returns the call index."""
+) -> tuple[FileSystemWriterAsync, AsyncRequest]:
+    """A split save that is planned, as a framework does it: its writer, and the request for it.
+
+    The functions run before and after its commit.
+    """
     writer = kind(path, **options)
-    planned = save_state_dict_async_plan(
+    plan = save_state_dict_async_plan(
         state,
         writer,
         group,
@@ -63,10 +67,15 @@ def schedule(
         metadata_cache=cache,
     )
     save_fn, preload_fn, args = writer.get_save_function_and_args()
-    request = AsyncRequest(
-        save_fn, args, [partial(save_state_dict_async_finalize, *planned)], {}, preload_fn
-    )
-    return queue.schedule_async_request(request)
+    commit: Callable[[], Any] = partial(save_state_dict_async_finalize, *plan)
+    return writer, AsyncRequest(save_fn, args, [*before, commit, *after], {}, preload_fn)
+
+
+def schedule(
+    queue: AsyncCallsQueue, path: Path | str, state: dict[str, Any], **options: Any
+) -> int:
+    """One split save through a queue, with options of :func:`planned`; returns the call index."""
+    return queue.schedule_async_request(planned(path, state, **options)[1])
 
 
 def save_now(
@@ -81,13 +90,19 @@ def save_now(
     dcp.save(state, storage_writer=kind(path, **options), planner=planner, no_dist=True)
 
 
+def begin_async(
+    writer: FileSystemWriterAsync, state: dict[str, Any], **options: Any
+) -> Future[Any]:
+    """Begin a save by ``dcp.async_save``; done when it is committed."""
+    response = dcp.async_save(state, storage_writer=writer, **options)
+    return response if isinstance(response, Future) else response.upload_completion
+
+
 def save_async(
     writer: FileSystemWriterAsync, state: dict[str, Any], planner: SavePlanner | None = None
 ) -> None:
     """One save by ``dcp.async_save``, waited for."""
-    response = dcp.async_save(state, storage_writer=writer, planner=planner, no_dist=True)
-    upload = response if isinstance(response, Future) else response.upload_completion
-    upload.result(60)
+    begin_async(writer, state, planner=planner, no_dist=True).result(60)
 
 
 def save_in_background(
