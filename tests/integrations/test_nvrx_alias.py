@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from nostall import nvrx_alias
-from support import loaded
+from support.ranks import run_python
 
 Facts = dict[str, Any]
 PACKAGE = "nvidia_resiliency_ext"
@@ -105,15 +104,8 @@ def run(folder: Path, text: str, *command: str, path: Path | None = None) -> Fac
     script.write_text("import json, sys\nfrom importlib import import_module\n" + dedent(text))
     before = [str(path)] if path is not None else []
     paths = [*before, *sys.path]
-    ended = subprocess.run(
-        [*loaded.python(), "-W", "ignore", *command, str(script), "one", "--two"],
-        cwd=folder.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    options: Facts = {"cwd": folder.parent, "PYTHONPATH": os.pathsep.join(paths)}
+    ended = run_python(*command, script, "one", "--two", timeout_s=100, **options)
     assert ended.returncode == 0, ended.stderr
     facts: Facts = json.loads(ended.stdout)
     return facts

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from nostall.integrity import is_complete
 from support import loaded
 from support.pages import code_blocks
-from support.ranks import run_ranks
+from support.ranks import run_python, run_ranks
 
 ON_TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 FITTED_AGAIN = """
@@ -37,20 +36,9 @@ def run(program: str, folder: Path, *command: str) -> str:
     # Ray has sockets there, whose names are at most 107 bytes long.
     with TemporaryDirectory(prefix="ray-", dir="/tmp") as short:
         ray = {"RAY_TMPDIR": short, "RAY_USAGE_STATS_ENABLED": "0"}
-        ended = subprocess.run(
-            [*loaded.python(), "-W", "ignore", *command, "program.py"],
-            cwd=folder,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                loaded.EXECUTABLE: loaded.executable(),
-                **ray,
-            },
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-        )
+        itself = {loaded.EXECUTABLE: loaded.executable(), "OMP_NUM_THREADS": "1"}
+        environment: dict[str, Any] = {**itself, **ray}
+        ended = run_python(*command, "program.py", cwd=folder, timeout_s=250, **environment)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

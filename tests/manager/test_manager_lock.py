@@ -24,6 +24,7 @@ from nostall._manager.steps import LOCK_NAME, RootLock
 from nostall.errors import OptionError
 from support import loaded
 from support.faults import Hold, inject
+from support.ranks import run_python
 from support.waiting import wait_until
 
 DEADLINE_S = 60
@@ -59,8 +60,7 @@ def other_job(root: Path) -> AbstractContextManager[tuple[subprocess.Popen[bytes
 
 def is_told_of_this_process(root: Path) -> bool:
     """Whether another job, which saves below the root, learns that this process does."""
-    saving = [*loaded.python(), "-c", OTHER_JOB, str(root)]
-    run = subprocess.run(saving, input="", capture_output=True, text=True, check=False)
+    run = run_python("-c", OTHER_JOB, root, timeout_s=DEADLINE_S)
     return f"another process saves below this root: pid {os.getpid()}" in run.stderr
 
 
@@ -251,5 +251,4 @@ def test_a_root_that_was_made_again_is_locked_for_all_its_managers(tmp_path: Pat
     assert is_told_of_this_process(root)
     after.close()
     assert not locks_held(root)
-    saving = [*loaded.python(), "-c", OTHER_JOB, str(root)]
-    subprocess.run(saving, input="", capture_output=True, text=True, check=True)
+    assert run_python("-c", OTHER_JOB, root, timeout_s=DEADLINE_S).returncode == 0

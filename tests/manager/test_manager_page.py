@@ -8,22 +8,15 @@ from pathlib import Path
 import pytest
 
 from nostall import CheckpointManager, manager
-from support import loaded
 from support.pages import DOCS, code_blocks
+from support.ranks import run_python
 
 BLOCKS = code_blocks("manager.md")
 
 
 def run(program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     warnings = ("-W", "error", "-W", "ignore:TypedStorage is deprecated:UserWarning")
-    return subprocess.run(
-        [*loaded.python(), *warnings, "-c", program],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return run_python(*warnings, "-c", program, cwd=cwd, timeout_s=100)
 
 
 def test_the_examples_run_and_resume(tmp_path: Path) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from support import loaded
+from support.ranks import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "nostall"
-PROGRAM = ROOT / "tests" / "programs" / "reach.py"
 
 
 def unknown_names(page: str) -> list[str]:
@@ -55,13 +53,8 @@ def test_the_architecture_counts_right(tmp_path: Path) -> None:
     """Modules as on the page; functions, of which torch and threads choose a few, within 5 %."""
     page = " ".join((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split())
     counts = page.split("one process: ")[1].split(". ###")[0]
-    counted = subprocess.run(
-        [*loaded.python(), "-W", "ignore", str(PROGRAM), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
+    counted = run_script("programs/reach.py", str(tmp_path), cwd=tmp_path, timeout_s=200)
+    assert counted.returncode == 0, counted.stderr
     for stated, found in zip(counts.split("; "), counted.stdout.splitlines(), strict=True):
         name, modules, functions = found.split("; ")
         assert stated.startswith(f"{name} {modules}, ")

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from support import loaded
+from support.ranks import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = """
@@ -70,13 +70,7 @@ def test_a_machine_without_time_measures_one_round_of_a_smaller_state(tmp_path: 
     size = ("--width", "512", "--rounds", "3", "--seconds", "0")
     torchrun = ("-m", "support.torchrun", "--standalone", "--nproc-per-node", "2")
     measure = (str(EXAMPLES / "train.py"), "--measure", "--out", str(tmp_path / "saves"))
-    run = subprocess.run(
-        [*loaded.python(), *torchrun, *measure, *size],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    run = run_python(*torchrun, *measure, *size, timeout_s=250)
     assert run.returncode == 0, run.stderr
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     saves = [line for line in lines if "contender" in line]

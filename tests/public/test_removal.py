@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 import nostall
 from nostall.errors import OptionError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
-from support import loaded
 from support.permissions import without_permission
+from support.ranks import run_python
 from support.states import small_state
 
 
@@ -127,14 +126,7 @@ def test_a_directory_that_becomes_a_link_meanwhile_does_not_lead_to_another(
     """Whatever has its name later, only what was looked at is removed."""
     path, another = saved(tmp_path / "save"), saved(tmp_path / "another")
     moved = tmp_path / "moved"
-    ended = subprocess.run(
-        [*loaded.python(), "-W", "ignore", "-c", SWAP, path, moved, another],
-        env={**os.environ, "SWAP_AT": event},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    ended = run_python("-c", SWAP, path, moved, another, timeout_s=60, SWAP_AT=event)
     assert nostall.verify(another).ok
     assert path.is_symlink()
     assert os.listdir(moved) == []

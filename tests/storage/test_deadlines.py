@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,9 +21,8 @@ from nostall._storage import posix
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, SaveTimeoutError, WriteError
 from nostall.options import EngineOptions
-from support import loaded
 from support.faults import Fault, Hold, inject
-from support.ranks import TESTS
+from support.ranks import TESTS, run_python
 from support.states import save_now, save_split, schedule, small_state
 from support.waiting import DEADLINE_S, SOON_S, HangingOs, wait_until
 
@@ -218,11 +216,5 @@ with inject(hold.fault):
     except dcp.api.CheckpointException as error:
         print(type(error.failures[0][0]).__name__)
 """
-    ended = subprocess.run(
-        [*loaded.python(), "-W", "ignore", "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=True,
-    )
-    assert ended.stdout == "SaveTimeoutError\n"
+    ended = run_python("-c", program, timeout_s=DEADLINE_S)
+    assert (ended.returncode, ended.stdout) == (0, "SaveTimeoutError\n"), ended.stderr

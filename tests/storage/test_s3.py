@@ -39,7 +39,7 @@ from support import storage_contract
 from support.faults import Fault, Hold, inject
 from support.object_store import ATTEMPTS, S3Server, is_loaded
 from support.pages import code_blocks
-from support.ranks import run_script
+from support.ranks import run_python, run_script
 from support.states import schedule
 from support.waiting import wait_until
 
@@ -331,7 +331,7 @@ def test_wrong_options_are_refused(path: str, options: dict[str, Any], why: str)
         FileSystemWriterAsync(path, storage_options=options)
 
 
-def test_a_fork_of_a_process_that_has_used_a_store_is_told_so(bucket: str, tmp_path: Path) -> None:
+def test_a_fork_of_a_process_that_has_used_a_store_is_told_so(bucket: str) -> None:
     """It has none of the client's threads, and would wait for ever."""
     code = """
 import os, sys, nostall
@@ -346,8 +346,7 @@ if not child:
     os._exit(1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 """
-    (tmp_path / "fork.py").write_text(code)
-    done = run_script(str(tmp_path / "fork.py"), f"s3://{bucket}/run", cwd=tmp_path, timeout_s=60)
+    done = run_python("-c", code, f"s3://{bucket}/run", timeout_s=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -634,9 +633,7 @@ def test_of_two_first_saves_to_a_store_that_ignores_conditions_the_later_stays_w
 
 
 @pytest.mark.usefixtures("s3")
-def test_a_store_that_is_gone_is_an_error_that_may_pass(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_store_that_is_gone_is_an_error_that_may_pass() -> None:
     """Nobody listens at its address; each file is tried again as often as asked."""
     code = """
 import errno, nostall
@@ -651,16 +648,12 @@ except OSError as error:
 else:
     raise AssertionError
 """
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    (tmp_path / "look.py").write_text(code)
-    done = run_script(str(tmp_path / "look.py"), cwd=tmp_path, timeout_s=60)
+    done = run_python("-c", code, timeout_s=60, AWS_ENDPOINT_URL="http://127.0.0.1:9")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("s3")
-def test_a_store_that_never_answers_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_store_that_never_answers_is_given_up() -> None:
     """By the deadline of saves; and the process can end."""
     code = """
 import sys, torch, nostall, torch.distributed.checkpoint as dcp
@@ -674,10 +667,9 @@ except dcp.api.CheckpointException as error:
 else:
     raise AssertionError
 """
-    (tmp_path / "save.py").write_text(code)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        done = run_script(str(tmp_path / "save.py"), cwd=tmp_path, timeout_s=60)
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        done = run_python("-c", code, timeout_s=60, AWS_ENDPOINT_URL=endpoint)
     assert done.returncode == 0, done.stderr
 
 

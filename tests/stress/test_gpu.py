@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from programs import accelerator
-from support import loaded
-from support.ranks import TESTS, run_ranks
+from support.ranks import TESTS, run_python, run_ranks
 
 BARE = """
 import runpy, sys
@@ -29,18 +28,7 @@ FAIL_THEMSELVES = (
 
 
 def run_command(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        *loaded.python(),
-        "-W",
-        "ignore",
-        "-c",
-        BARE,
-        str(TESTS / "stress" / "gpu.py"),
-        *options,
-    ]
-    return subprocess.run(
-        command, cwd=out, capture_output=True, text=True, timeout=100, check=False
-    )
+    return run_python("-c", BARE, TESTS / "stress" / "gpu.py", *options, cwd=out, timeout_s=100)
 
 
 @pytest.mark.gpu

@@ -27,19 +27,27 @@ _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": ""}
 """Ranks are on the CPU, also where there is an accelerator: there may be fewer than ranks."""
 
 
-def run_script(
-    name: str, *args: str, cwd: Path, timeout_s: float, **environment: str
+def run_python(
+    *arguments: str | Path, timeout_s: float, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script below ``tests`` in a process of its own; its status and output."""
+    """Run an interpreter that has torch already, without input; its status and output."""
     return subprocess.run(
-        [*loaded.python(), "-W", "ignore", str(TESTS / name), *args],
+        [*loaded.python(), "-W", "ignore", *arguments],
         cwd=cwd,
         env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=timeout_s,
         check=False,
     )
+
+
+def run_script(
+    name: str, *args: str, cwd: Path, timeout_s: float, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script below ``tests`` in a process of its own; its status and output."""
+    return run_python(TESTS / name, *args, cwd=cwd, timeout_s=timeout_s, **environment)
 
 
 class RanksFailed(AssertionError):
