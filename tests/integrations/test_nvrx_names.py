@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +16,16 @@ import pytest
 import torch
 
 from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
-from nostall.errors import OptionError
+from nostall.errors import OptionError, SaveAbortedError
 from nostall.filesystem_async import FileSystemWriterAsync, get_write_results_queue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import calls
 from programs.entry_points import loaded_wrong
-from programs.nvrx_names import error_of_a_save_that_a_monitor_aborts
-from support.faults import writer_pids
-from support.ranks import run_ranks
+from support.faults import Hold, inject, writer_pids
+from support.ranks import on_ranks
 from support.states import schedule, small_state
-
-Facts = dict[str, Any]
+from support.waiting import stands_in, wait_until
 
 
 def note(fifo: Path, path: Path) -> AsyncRequest:
@@ -183,6 +183,12 @@ def test_indices_start_again_after_a_close() -> None:
     queue.close()
 
 
+@on_ranks("queueing:closed_on_one_rank")
+def test_ranks_agree_on_requests_when_only_one_has_closed_its_queue(found: list[int]) -> None:
+    """Indices start again where the queue was closed; ranks do not compare them."""
+    assert found == [1, 0]
+
+
 # --- aborting -------------------------------------------------------------------------------------
 
 
@@ -206,35 +212,22 @@ def test_nothing_is_written_once_an_abort_has_returned(tmp_path: Path) -> None:
 
 def test_a_monitor_thread_can_abort_while_the_main_thread_waits(tmp_path: Path) -> None:
     """An abort by an in-process restart ends the wait with a typed error, and saving goes on."""
-    queue = AsyncCallsQueue()
-    error = error_of_a_save_that_a_monitor_aborts(queue, tmp_path / "aborted", small_state(1))
-    assert error == "SaveAbortedError"
+    queue, waits_in = AsyncCallsQueue(), AsyncCallsQueue.maybe_finalize_async_calls
+    with Hold("report") as hold, ThreadPoolExecutor(1) as pool:
+
+        def monitor() -> None:
+            hold.wait_reached()
+            wait_until(lambda: stands_in(threading.main_thread(), waits_in))
+            abort_nvrx_checkpoint()
+
+        with inject(hold.fault):
+            schedule(queue, tmp_path / "aborted", small_state(1))
+        aborting = pool.submit(monitor)
+        with pytest.raises(SaveAbortedError):
+            queue.maybe_finalize_async_calls(blocking=True)
+        aborting.result()
     schedule(queue, tmp_path / "after", small_state(2))
     assert len(queue.maybe_finalize_async_calls(blocking=True)) == 1
     queue.close()
     assert sorted(path.name for path in (tmp_path / "aborted").iterdir()) == []
     assert loaded_wrong(tmp_path / "after", small_state(2), small_state(0)) == []
-
-
-# --- on two ranks ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[Facts]:
-    """The findings of ``nvrx_names.two_ranks`` on each rank."""
-    return run_ranks(2, "nvrx_names:two_ranks", tmp_path_factory.mktemp("names"))
-
-
-def test_ranks_agree_on_requests_when_only_one_has_closed_its_queue(found: list[Facts]) -> None:
-    """Indices start again where the queue was closed; ranks do not compare them."""
-    assert [facts["closed_on_one_rank"]["index"] for facts in found] == [1, 0]
-    assert all(facts["closed_on_one_rank"]["finalized"] for facts in found)
-
-
-def test_ranks_restart_in_their_processes(found: list[Facts]) -> None:
-    """The monitor of each rank aborts while its main thread waits; the ranks save again."""
-    for facts in found:
-        said = facts["restarted_in_process"]
-        assert said["error"] == "SaveAbortedError"
-        assert said["left"] == []
-        assert said["wrong"] == []

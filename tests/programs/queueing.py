@@ -169,6 +169,20 @@ def different_numbers(out: Path) -> str:
     return said
 
 
+def closed_on_one_rank(out: Path) -> int:
+    """Rank 1 closes its queue between two requests; the index of the second one."""
+    del out
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(nothing())
+    queue.wait()
+    if dist.get_rank() == 1:
+        queue.close()
+    index = queue.schedule_async_request(nothing())
+    assert queue.wait() == [index]
+    queue.close()
+    return index
+
+
 def a_rank_that_does_not_poll_is_named_instead_of_waited_for(out: Path) -> str:
     """Rank 1 does not take part in a poll, having scheduled nothing but what was refused."""
     del out
