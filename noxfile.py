@@ -271,7 +271,7 @@ def run_framework(session: nox.Session, name: str) -> None:
     """Run an adapter's tests with the real framework, then measure both side by side."""
     install_package(session, name, extra="fast")
     session.run("pytest", f"tests/integrations/test_{name}.py", *session.posargs)
-    session.run("python", "-W", "ignore", f"tests/integrations/measure_{name}.py")
+    session.run("python", "-W", "ignore", "tests/integrations/measure.py", name)
 
 
 @nox.session

@@ -300,7 +300,7 @@ def measure_files(out: Path) -> dict[str, list[float]]:
     return {kind.__name__: _time(out / kind.__name__, plugins=[kind()]) for kind in kinds}
 
 
-def measure_shards(out: Path) -> dict[str, list[float]]:
+def measure(out: Path) -> dict[str, list[float]]:
     """Two ranks, FSDP2: Lightning's default, and ours."""
     faulthandler.cancel_dump_traceback_later()  # this takes longer than a test may
     kinds = (ModelParallelStrategy, NostallModelParallelStrategy)
