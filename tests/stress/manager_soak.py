@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ import nostall
 from nostall import CheckpointManager, KeepBest, KeepEvery, KeepLatest, PerRank
 from nostall._manager.policies import StepRecord, steps_to_keep
 from nostall._manager.steps import StepDirectories
-from stress.soak import PATIENCE_S, RANKS, Life, Violation, begin, main
+from stress.soak import PATIENCE_S, RANKS, Campaign, Violation, begin, main
 from support.faults import writer_pids
 
 LENGTH = 50_000
@@ -188,32 +187,17 @@ def check(steps: StepDirectories, committed: set[int], ever: set[int]) -> int:
 
 def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
     """Kill so many times; what was counted."""
-    chance = random.Random(seed)
-    steps = StepDirectories(str(root))
-    totals: Counter[str] = Counter()
-    ever: set[int] = set()
-    killed = 0
-    while killed < kills:
-        life = Life(root, first=max(steps.committed(), default=-1), program=train)
-        life.start()
-        try:
-            life.wait_for(2)
-            _require_tidy(steps)
-            struck = life.attack(
-                chance, ["trainer", "trainer", "writer"], every_s=0.06, most=kills - killed
-            )
-        finally:
-            life.end()
-        totals += struck
-        killed += struck.total()
-        totals.update({name: count for name, count in life.counts.items() if "of" not in name})
-        totals["lives"] += 1
-        totals["steps checked"] += check(steps, life.committed, ever)
-        totals["highest step"] = max(steps.committed(), default=0)
-        if sys.stderr.isatty():
-            print(f"\r{killed} kills", end="", file=sys.stderr)
-    totals["steps left"] = len(steps.committed())
-    return {**totals, "kills": killed}
+    steps, ever = StepDirectories(str(root)), set[int]()
+    found = Campaign(kills, seed, root, train)
+    for life in found.lives(
+        *("trainer", "trainer", "writer"),
+        every_s=0.06,
+        first=lambda: max(steps.committed(), default=-1),
+        begun=lambda: _require_tidy(steps),
+    ):
+        found.totals["steps checked"] += check(steps, life.committed, ever)
+        found.totals["highest step"] = max(steps.committed(), default=0)
+    return {**found.totals, "steps left": len(steps.committed())}
 
 
 def _require_tidy(steps: StepDirectories) -> None:

@@ -12,10 +12,8 @@ Stores are ``moto``, ``swift``, ``seaweedfs``, ``google`` and ``microsoft``, the
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -36,7 +34,7 @@ from stress.soak import (
     KEPT,
     PATIENCE_S,
     RANKS,
-    Life,
+    Campaign,
     Violation,
     begin,
     main,
@@ -178,39 +176,21 @@ def save_once_more(root: Path, place: str) -> None:
 
 def soak(bucket: str, server: S3Server | None, kills: int, seed: int, root: Path) -> dict[str, Any]:
     """Kill so many times; what was counted."""
-    chance = random.Random(seed)
-    totals: Counter[str] = Counter()
-    committed: set[int] = set()
-    newest, killed = -1, 0
     address = f"{bucket}/run"
-    while True:
-        life = Life(root, first=newest + 1, program=partial(train, address))
-        life.start()
-        try:
-            life.wait_for(2)
-            if killed < kills:
-                struck = life.attack(
-                    chance, ["trainer", "writer"], every_s=0.3, most=kills - killed
-                )
-                totals += struck
-                killed += struck.total()
-                is_last = False
-            else:
-                life.wait_for(4 * KEPT)  # what was interrupted is saved to again, or removed
-                is_last = True
-        finally:
-            life.end()
-        newest = max(newest, life.newest)
-        committed |= life.committed
-        totals.update({name: count for name, count in life.counts.items() if "of" not in name})
-        totals["lives"] += 1
+    found = Campaign(kills, seed, root, partial(train, address))
+    totals = found.totals
+
+    def look() -> None:
         names = apart(names_at, f"{address}/overwritten")
         totals["whole files left over"] += max(0, len(names) - RANKS - 1)
-        totals["checkpoints checked"] += apart(check, address, committed, newest + 1)
-        newest += 1
-        if is_last:
-            break
-    apart(remove_saves, address, newest - 2 * KEPT)  # numbers that no life has come to
+        totals["checkpoints checked"] += apart(check, address, found.committed, found.newest)
+
+    for _ in found.lives("trainer", "writer", every_s=0.3):
+        look()
+    with found.life(found.newest + 1) as last:
+        last.wait_for(4 * KEPT)  # what was interrupted is saved to again, or removed
+    look()
+    apart(remove_saves, address, found.newest - 2 * KEPT)  # numbers that no life has come to
     save_once_more(root, f"{address}/overwritten")
     left = apart(empty_files, address)
     if server is not None:
@@ -219,7 +199,7 @@ def soak(bucket: str, server: S3Server | None, kills: int, seed: int, root: Path
         left += [key for key, nbytes in server.sizes(name).items() if not nbytes]
     if left:
         raise Violation(f"empty: {left}")
-    return {**totals, "kills": killed}
+    return dict(totals)
 
 
 if __name__ == "__main__":

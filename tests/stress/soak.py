@@ -31,7 +31,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -298,34 +299,65 @@ def require_promised(found_at: dict[str, int], committed: set[int], newest: int)
     return len(found)
 
 
-def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
-    """Kill so many times; what was counted."""
-    chance = random.Random(seed)
-    totals: Counter[str] = Counter()
-    committed: set[int] = set()
-    newest, killed = -1, 0
-    while killed < kills:
-        life = Life(root, first=newest + 1)
+@dataclass
+class Campaign:
+    """Lives one after the other, until so many processes were killed."""
+
+    kills: int
+    seed: int
+    root: Path
+    program: Callable[[int, Path, Path, int, int], None] = train
+    totals: Counter[str] = field(default_factory=Counter)
+    committed: set[int] = field(default_factory=set)
+    newest: int = -1
+    """The last save that may have been committed; the one scheduled last, without a report."""
+
+    def lives(
+        self,
+        *kinds: str,
+        every_s: float,
+        first: Callable[[], int] | None = None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> Iterator[Life]:
+        """Lives that have ended by kills of these kinds, each to be looked at.
+
+        ``first`` tells the first save of the next life, if it is not the one after the last, and
+        ``begun`` is called when two saves of a life are finished.
+        """
+        chance = random.Random(self.seed)
+        while self.totals["kills"] < self.kills:
+            with self.life(self.newest + 1 if first is None else first()) as life:
+                life.wait_for(2)
+                begun()
+                most = self.kills - self.totals["kills"]
+                struck = life.attack(chance, kinds, every_s=every_s, most=most)
+                self.totals += struck
+                self.totals["kills"] += struck.total()
+            yield life
+            if sys.stderr.isatty():
+                print(f"\r{self.totals['kills']} kills", end="", file=sys.stderr)
+
+    @contextmanager
+    def life(self, first: int) -> Iterator[Life]:
+        """Two trainers, killed at the end of the block; what they have told counts."""
+        life = Life(self.root, first, self.program)
         life.start()
         try:
-            life.wait_for(2)
-            struck = life.attack(
-                chance, ["trainer", "writer", "writer"], every_s=0.04, most=kills - killed
-            )
+            yield life
         finally:
             life.end()
-        totals += struck
-        killed += struck.total()
-        newest = max(newest, life.newest)
-        committed |= life.committed
-        totals.update({name: count for name, count in life.counts.items() if "of" not in name})
-        totals["lives"] += 1
-        # What was scheduled last may have been committed without a report.
-        totals["checkpoints checked"] += check(root, committed, newest + 1)
-        newest += 1
-        if sys.stderr.isatty():
-            print(f"\r{killed} kills", end="", file=sys.stderr)
-    return {**totals, "kills": killed}
+        self.newest = max(self.newest, life.newest) + 1
+        self.committed |= life.committed
+        counted = {name: count for name, count in life.counts.items() if "of" not in name}
+        self.totals.update({**counted, "lives": 1})
+
+
+def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
+    """Kill so many times; what was counted."""
+    found = Campaign(kills, seed, root)
+    for _ in found.lives("trainer", "writer", "writer", every_s=0.04):
+        found.totals["checkpoints checked"] += check(root, found.committed, found.newest)
+    return dict(found.totals)
 
 
 def main(

@@ -12,10 +12,8 @@ disks and at their destinations nothing else is.
 from __future__ import annotations
 
 import math
-import random
 import sys
 import threading
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from stress.object_soak import LENGTH, apart, save_at
-from stress.soak import PATIENCE_S, Life, Violation, begin, main, tensors
+from stress.soak import PATIENCE_S, Campaign, Violation, begin, main, tensors
 from support.faults import writer_pids
 from support.object_store import S3Server, s3_server
 from support.states import schedule
@@ -101,52 +99,35 @@ def _is_promoted(place: str, after: int) -> bool:
 
 def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
     """Kill so many times; what was counted."""
-    chance = random.Random(seed)
-    totals: Counter[str] = Counter()
     bucket = server.new_bucket()
-    committed: set[int] = set()
+    lives = Campaign(kills, seed, root, partial(train, bucket, math.inf))
     seen = dict.fromkeys((destination_of(root, bucket, turn) for turn in range(TURNS)), -1)
-    newest, killed = -1, 0
-    while killed < kills:
-        life = Life(root, first=newest + 1, program=partial(train, bucket, math.inf))
-        life.start()
-        try:
-            life.wait_for(2)
-            struck = life.attack(chance, ["trainer", "writer"], every_s=0.3, most=kills - killed)
-            totals += struck
-            killed += struck.total()
-        finally:
-            life.end()
-        newest = max(newest, life.newest)
-        committed |= life.committed
-        totals.update({name: count for name, count in life.counts.items() if "of" not in name})
-        totals["lives"] += 1
+
+    def due_at(place: str) -> int:
+        there = (save for save in lives.committed if destination_of(root, bucket, save) == place)
+        return max(there, default=-1)
+
+    for _ in lives.lives("trainer", "writer", every_s=0.3):
         for turn, (place, before) in enumerate(seen.items()):
             found = apart(_save_at, place)
             if found < before:
                 raise Violation(f"{place} had save {before}, and has {found}")
             seen[place] = found
             near = _save_at(f"{tier_of(root, turn, 0)}/turn-{turn}") if turn in SHARED else -1
-            due = [save for save in committed if destination_of(root, bucket, save) == place]
-            if not is_by_rank(turn) and max(found, near) < max(due, default=-1):
-                raise Violation(f"{place}: save {max(due)} is gone; {found}, {near} are there")
-            totals["checkpoints checked"] += (found >= 0) + (near >= 0)
-            totals["promotions interrupted"] += near > found
-        newest += 1
-    last = Life(root, first=newest + 1, program=partial(train, bucket, TURNS))
-    last.start()
-    try:
+            if not is_by_rank(turn) and max(found, near) < due_at(place):
+                due = due_at(place)
+                raise Violation(f"{place}: save {due} is gone; {found}, {near} are there")
+            lives.totals["checkpoints checked"] += (found >= 0) + (near >= 0)
+            lives.totals["promotions interrupted"] += near > found
+    newest, lives.program = lives.newest, partial(train, bucket, TURNS)
+    with lives.life(newest + 1) as last:
         last.wait_for(TURNS)
         wait_until(lambda: all(_is_promoted(place, newest) for place in seen))
-    finally:
-        last.end()
-    committed |= last.committed
     for place in seen:
-        due = [save for save in committed if destination_of(root, bucket, save) == place]
         found = apart(_save_at, place)
-        if found < max(due, default=-1):
-            raise Violation(f"{place}: save {max(due)} was committed; {found} was promoted")
-    return {**totals, "kills": killed}
+        if found < due_at(place):
+            raise Violation(f"{place}: save {due_at(place)} was committed; {found} was promoted")
+    return dict(lives.totals)
 
 
 if __name__ == "__main__":
