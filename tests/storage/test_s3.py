@@ -325,7 +325,7 @@ def test_options_reach_the_client_in_every_process(
         ("some/where", {"region": "us-east-1"}, "are for s3://"),
     ],
 )
-def test_wrong_options_are_refused(path: str, options: dict[str, Any], why: str) -> None:
+def test_wrong_options_of_a_store_are_refused(path: str, options: dict[str, Any], why: str) -> None:
     """Where the writer is made."""
     with pytest.raises(OptionError, match=why):
         FileSystemWriterAsync(path, storage_options=options)
@@ -436,10 +436,21 @@ def test_a_store_that_refuses_fails_the_save_and_nothing_else(
     assert len(s3.keys(bucket)) == 2
 
 
-def test_a_commit_that_may_still_arrive_is_not_taken_for_undone(s3: S3Server, url: str) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"do": "cut", "times": ATTEMPTS},
+        # The other request may be an earlier attempt of the same put.
+        {"do": "answer", "status": 409, "code": "ConditionalRequestConflict", "times": 1000},
+    ],
+    ids=["cut", "conflict"],
+)
+def test_a_commit_that_may_still_arrive_is_not_taken_for_undone(
+    s3: S3Server, url: str, fault: dict[str, Any]
+) -> None:
     """The files of the save stay: metadata that refers to them may appear."""
     save(url, 1)
-    s3.inject({**COMMIT, "do": "cut", "times": ATTEMPTS})
+    s3.inject({**COMMIT, **fault})
     with pytest.raises((CheckpointException, NotDurableError), match="cannot determine whether"):
         save(url, 2)
     assert is_loaded(url, 1)
@@ -470,19 +481,6 @@ def test_a_put_that_meets_another_request_is_repeated(s3: S3Server, url: str, co
         save(url, 2)
         assert is_loaded(url, 2)
         assert len(s3.keys(url.split("/")[2])) == 2
-
-
-def test_a_put_that_meets_other_requests_for_long_leaves_the_commit_open(
-    s3: S3Server, url: str
-) -> None:
-    """The other request may be an earlier attempt of the same put, so the files stay."""
-    save(url, 1)
-    code = {"status": 409, "code": "ConditionalRequestConflict"}
-    s3.inject({**COMMIT, "do": "answer", **code, "times": 1000})
-    with pytest.raises((CheckpointException, NotDurableError), match="cannot determine whether"):
-        save(url, 2)
-    assert is_loaded(url, 1)
-    assert len(s3.keys(url.split("/")[2])) == 3
 
 
 @pytest.mark.parametrize("is_readable", [False, True])
@@ -718,19 +716,29 @@ def test_whole_files_of_a_job_that_was_killed_are_removed_when_they_are_old(
 # --- wrong arguments --------------------------------------------------------------------------
 
 
+OTHER_STORES = [
+    f"{protocol}://bucket/key" for protocol in ("nowhere", "memory", "hf", "gcs", "abfs")
+]
+STREAMS = {"open_file": gzip.open}
+"""``open_file`` opens paths."""
+
+
 @pytest.mark.parametrize(
-    "path", ["file://host/key", "s3://", "s3:///key", "s3://bucket//key", "s3://bucket/../key"]
+    ("path", "options", "why"),
+    [
+        *((path, {}, "address") for path in ("file://host/key", "s3://", "s3:///key")),
+        *((path, {}, "address") for path in ("s3://bucket//key", "s3://bucket/../key")),
+        (Path("s3://bucket/key"), {}, "slash"),  # a directory named ``s3:`` here
+        *((path, {}, r"not supported.* s3://, gs://, az:// or msc://") for path in OTHER_STORES),
+        ("s3://bucket/key", STREAMS, "open_file"),
+    ],
 )
-def test_an_address_without_a_name_is_refused(path: str) -> None:
+def test_what_is_no_address_of_a_known_store_is_refused(
+    path: str | Path, options: dict[str, Any], why: str
+) -> None:
     """Before anything is saved somewhere else."""
-    with pytest.raises(OptionError, match="address"):
-        FileSystemWriterAsync(path)
-
-
-def test_an_address_that_lost_a_slash_is_refused() -> None:
-    """``Path("s3://bucket/key")`` is a directory named ``s3:`` here."""
-    with pytest.raises(OptionError, match="slash"):
-        FileSystemWriterAsync(Path("s3://bucket/key"))
+    with pytest.raises(OptionError, match=why):
+        FileSystemWriterAsync(path, **options)
 
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -739,20 +747,6 @@ def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for protocol in ("s3", "gs", "az"):
         with pytest.raises(OptionError, match=r"obstore>=0.11"):
             FileSystemWriterAsync(f"{protocol}://bucket/key")
-
-
-@pytest.mark.parametrize("protocol", ["nowhere", "memory", "hf", "gcs", "abfs"])
-def test_stores_that_only_others_know_are_refused(protocol: str) -> None:
-    """With the ones that are known."""
-    with pytest.raises(OptionError, match="not supported") as caught:
-        FileSystemWriterAsync(f"{protocol}://bucket/key")
-    assert "s3://, gs://, az:// or msc://" in str(caught.value)
-
-
-def test_streams_need_a_file_system() -> None:
-    """``open_file`` opens paths."""
-    with pytest.raises(OptionError, match="open_file"):
-        FileSystemWriterAsync("s3://bucket/key", open_file=gzip.open)
 
 
 def test_addresses_of_files_are_paths(tmp_path: Path) -> None:
