@@ -153,6 +153,7 @@ def troubled_directories(out: Path, what: str) -> dict[str, Any]:
             facts = _failure_of(partial(commit_directory, saves, path, 2, interfere))
         finally:
             storage.answer()
+    assert what == "publishing" or (path / "step").read_text() == "1"
     if is_first and what == "making":
         (out / "run" / "_saving-last").unlink()
     commit_directory(saves, path, 3)
@@ -161,7 +162,7 @@ def troubled_directories(out: Path, what: str) -> dict[str, Any]:
 
 
 def _failure_of(save: Callable[[], None]) -> dict[str, Any]:
-    """The error that a save raises, with its rank, phase and path; empty if it raises none."""
+    """The error that a save raises, with its place and code; empty if it raises none."""
     try:
         save()
     except NostallError as error:
@@ -170,5 +171,5 @@ def _failure_of(save: Callable[[], None]) -> dict[str, Any]:
         ((found, _),) = error.failures.values()
     else:
         return {}
-    kind = type(found).__name__
-    return {"kind": kind, **{name: getattr(found, name) for name in ("rank", "phase", "path")}}
+    names = ("rank", "phase", "path", "errno")
+    return {"kind": type(found).__name__, **{name: getattr(found, name, None) for name in names}}
