@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import select
 import signal
-import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,15 +24,14 @@ from programs.faults import (
     kill_and_wait,
     outcome_of,
 )
-from support import loaded
+from support import trainers
 from support.faults import Fault, Hold, inject, writer_pids
-from support.ranks import on_ranks
+from support.ranks import TESTS, on_ranks
 from support.states import WAYS, schedule, small_state
 
 Report = dict[str, Any]
 Faults = list[dict[str, Report]]
 """Reports of each rank, by title."""
-Hear = Callable[[], Report]
 SOON_S = 20.0
 """A bound for what takes milliseconds, on a machine that is busy with other things."""
 DEADLINE_S = 60.0
@@ -265,29 +261,10 @@ def test_signals_to_the_writer_do_not_disturb_a_save(tmp_path: Path) -> None:
 # --- trainers that are interrupted, killed or limited ---------------------------------------------
 
 
-@contextmanager
-def trainer(function: str, out: Path) -> Iterator[tuple[subprocess.Popen[str], Hear]]:
-    """A function of ``programs.faults`` in a process of its own, and how to hear what it says."""
-    script = "import sys, pathlib; from programs import faults;"
-    script += " getattr(faults, sys.argv[1])(pathlib.Path(sys.argv[2]))"
-    with subprocess.Popen(
-        [*loaded.python(), "-W", "ignore", "-c", script, function, str(out)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(out)},
-    ) as process:
-
-        def hear() -> Report:
-            assert process.stdout is not None
-            assert select.select([process.stdout], [], [], DEADLINE_S)[0]
-            message: Report = json.loads(process.stdout.readline())
-            return message
-
-        try:
-            yield process, hear
-        finally:
-            process.kill()
+def trainer(function: str, out: Path) -> AbstractContextManager[trainers.Program]:
+    """A function of ``programs.faults`` in a process of its own."""
+    faults = TESTS / "programs" / "faults.py"
+    return trainers.running(function, str(out), program=faults, TMPDIR=str(out))
 
 
 def in_dev_shm(pid: int) -> list[str]:
@@ -300,14 +277,14 @@ def in_dev_shm(pid: int) -> list[str]:
 
 def test_a_killed_trainer_leaves_nothing_behind(tmp_path: Path) -> None:
     """The writer is gone in five seconds, though forked children hold descriptors of it."""
-    with trainer("stands_in_the_middle_of_a_save", tmp_path) as (process, hear):
-        told = hear()
+    with trainer("stands_in_the_middle_of_a_save", tmp_path) as trained:
+        told = trained.hear()
         children = [psutil.Process(pid) for pid in told["children"]]
         writer = os.pidfd_open(told["writer"])
         try:
             assert psutil.Process(told["writer"]).ppid() == told["pid"]
             assert in_dev_shm(told["writer"]) == in_dev_shm(told["pid"]) == []
-            process.kill()
+            trained.process.kill()
             assert select.select([writer], [], [], 5)[0]
             assert len(children) == 2
             assert all(child.status() != psutil.STATUS_ZOMBIE for child in children)
@@ -320,17 +297,17 @@ def test_a_killed_trainer_leaves_nothing_behind(tmp_path: Path) -> None:
 
 def test_ctrl_c_does_not_kill_the_save_in_flight(tmp_path: Path) -> None:
     """SIGINT for its process group is the trainer's; the writer goes on, and the save commits."""
-    with trainer("is_interrupted", tmp_path) as (process, hear):
-        os.killpg(hear()["pid"], signal.SIGINT)
-        assert hear() == {"interrupted": True, "same_writer": True}
-        assert process.wait(DEADLINE_S) == 0
+    with trainer("is_interrupted", tmp_path) as trained:
+        os.killpg(trained.hear()["pid"], signal.SIGINT)
+        assert trained.hear() == {"interrupted": True, "same_writer": True}
+        assert trained.process.wait(DEADLINE_S) == 0
     assert holds(tmp_path / "checkpoint", 1)
 
 
 def test_a_forked_child_that_exits_does_not_disturb_a_save(tmp_path: Path) -> None:
     """Forked children own nothing of nostall and leave as they like; the same writer goes on."""
-    with trainer("forks", tmp_path) as (process, hear):
-        assert hear() == {"codes": [0, 0, 0], "same_writer": True}
-        assert process.wait(DEADLINE_S) == 0
+    with trainer("forks", tmp_path) as trained:
+        assert trained.hear() == {"codes": [0, 0, 0], "same_writer": True}
+        assert trained.process.wait(DEADLINE_S) == 0
     assert holds(tmp_path / "held", 1)
     assert holds(tmp_path / "next", 2)

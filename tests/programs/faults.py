@@ -478,3 +478,7 @@ def forks(out: Path) -> None:
         queue.wait()
         schedule(queue, out / "next", small_state(2))
     say(codes=codes, same_writer=writer_pids() == before)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]))

@@ -8,6 +8,7 @@ import select
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from support import loaded
@@ -18,14 +19,18 @@ PROGRAM = TESTS / "programs" / "surroundings.py"
 
 
 class Program:
-    """A function of ``programs.surroundings``, in a process of its own."""
+    """A function of ``programs.surroundings``, or another one, in a process of its own."""
 
     def __init__(
-        self, *arguments: str | bytes, python: tuple[str, ...] = (), **environment: str
+        self,
+        *arguments: str | bytes,
+        program: Path = PROGRAM,
+        python: tuple[str, ...] = (),
+        **environment: str,
     ) -> None:
         path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
-            [*(python or loaded.python()), "-W", "ignore", str(PROGRAM), *arguments],
+            [*(python or loaded.python()), "-W", "ignore", str(program), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
