@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import nostall
 from nostall import integrity
@@ -40,33 +40,18 @@ from nostall.integrity import State
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.manifests import with_manifest_of
 from support.permissions import without_permission
-from support.states import read_metadata, save_split, schedule, small_state
+from support.states import (
+    read_metadata,
+    save_in_background,
+    save_now,
+    save_split,
+    save_stock_way,
+    schedule,
+    small_state,
+)
 from support.waiting import AwayOs, RememberingOs
 
-
-def by_save(
-    path: Path,
-    state: dict[str, Any],
-    planner: SavePlanner | None = None,
-    kind: type[dcp.FileSystemWriter] = FileSystemWriterAsync,
-    **options: Any,
-) -> None:
-    dcp.save(state, storage_writer=kind(path, **options), planner=planner, no_dist=True)
-
-
-def by_async_save(
-    path: Path, state: dict[str, Any], planner: SavePlanner | None = None, **options: Any
-) -> None:
-    writer = FileSystemWriterAsync(path, **options)
-    saved: Any = dcp.async_save(state, storage_writer=writer, planner=planner, no_dist=True)
-    saved.result(60)
-
-
-def by_stock(path: Path, state: dict[str, Any], **options: Any) -> None:
-    by_save(path, state, kind=dcp.FileSystemWriter, **options)
-
-
-WAYS = [save_split, by_save, by_async_save, by_stock]
+WAYS = [save_split, save_now, save_in_background, save_stock_way]
 Way = Callable[..., None]
 
 
@@ -94,7 +79,7 @@ def test_what_was_saved_is_found_to_be_whole(tmp_path: Path, way: Way) -> None:
     assert told == sorted(told)
     assert told[-1] == (nbytes, nbytes)
     _, manifest = split((path / ".metadata").read_bytes(), path="")
-    assert found.has_manifest is (manifest is not None) is (way is not by_stock)
+    assert found.has_manifest is (manifest is not None) is (way is not save_stock_way)
     if manifest is not None:
         with open(path / ".metadata", "rb") as stream:
             assert manifest_alone(stream) == manifest
@@ -190,7 +175,7 @@ def emptied(file: Path) -> None:
     os.truncate(file, 0)
 
 
-@pytest.mark.parametrize("way", [save_split, by_stock])
+@pytest.mark.parametrize("way", [save_split, save_stock_way])
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
@@ -248,7 +233,7 @@ def test_the_command_says_what_is_wrong_and_exits_accordingly(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """1 for a checkpoint that is damaged or cannot be read, 4 if nothing can be said of it."""
-    by_stock(tmp_path / "other", small_state(), planner=PlannerOfOwn())
+    save_stock_way(tmp_path / "other", small_state(), planner=PlannerOfOwn())
     assert main(["verify", str(tmp_path / "other")]) == 4
     assert "NOT UNDERSTOOD" in capsys.readouterr().out
     save_split(tmp_path / "save", small_state())
@@ -309,7 +294,7 @@ def test_metadata_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     assert nostall.verify(tmp_path / "save").ok
 
 
-@pytest.mark.parametrize("way", [save_split, by_stock])
+@pytest.mark.parametrize("way", [save_split, save_stock_way])
 def test_an_item_without_a_place_is_damage(tmp_path: Path, way: Way) -> None:
     """Loading would ask for it."""
     way(tmp_path, small_state())
@@ -335,7 +320,7 @@ class PlannerOfTexts(DefaultSavePlanner):
 def test_an_item_that_was_overwritten_is_damage(tmp_path: Path, names: set[str]) -> None:
     """Also if no file holds anything like what was written, as after the loss of a disk."""
     path = tmp_path / "save"
-    by_stock(path, {**dict.fromkeys(names, 7), "a": torch.ones(50), "b": torch.ones(60)})
+    save_stock_way(path, {**dict.fromkeys(names, 7), "a": torch.ones(50), "b": torch.ones(60)})
     for index, info in read_metadata(path).storage_data.items():
         if index.fqn in names:
             with open(path / info.relative_path, "r+b") as stream:
@@ -349,7 +334,7 @@ def test_an_item_that_was_overwritten_is_damage(tmp_path: Path, names: set[str])
 
 def test_an_object_in_another_form_has_no_checksum(tmp_path: Path) -> None:
     """That is not damage."""
-    by_stock(tmp_path, {"step": 7}, planner=PlannerOfTexts())
+    save_stock_way(tmp_path, {"step": 7}, planner=PlannerOfTexts())
     texts = nostall.verify(tmp_path)
     assert (texts.ok, texts.damages, texts.unchecked) == (True, (), ("step",))
 
@@ -387,7 +372,7 @@ OTHERS: list[tuple[Callable[[], DefaultSavePlanner], dict[Any, Any]]] = [
 
 
 @pytest.mark.parametrize(("planner", "state"), OTHERS)
-@pytest.mark.parametrize("way", [save_split, by_save, by_async_save])
+@pytest.mark.parametrize("way", [save_split, save_now, save_in_background])
 def test_what_was_committed_is_never_denied(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -419,7 +404,7 @@ def test_unknown_metadata_is_not_reported_as_damage(
 ) -> None:
     """Without a manifest nothing can be said; a caller that asks for the latest gets an error."""
     other = tmp_path / "other"
-    by_stock(other, small_state(), planner=PlannerOfOwn())
+    save_stock_way(other, small_state(), planner=PlannerOfOwn())
     found = nostall.verify(other)
     assert (found.ok, found.state, found.damages) == (False, State.NOT_UNDERSTOOD, ())
     for deep in (False, True):
@@ -428,11 +413,11 @@ def test_unknown_metadata_is_not_reported_as_damage(
         with pytest.raises(UnknownMetadataError, match="1 are not understood") as caught:
             nostall.latest_complete(tmp_path, deep)
         assert str(other) in str(caught.value)
-    by_stock(tmp_path / "damaged", small_state())
+    save_stock_way(tmp_path / "damaged", small_state())
     (tmp_path / "damaged" / "__0_0.distcp").unlink()
     with pytest.raises(UnknownMetadataError):
         nostall.latest_complete(tmp_path)
-    by_stock(tmp_path / "old", small_state())
+    save_stock_way(tmp_path / "old", small_state())
     os.utime(tmp_path / "old" / ".metadata", (0, 0))
     with caplog.at_level("WARNING", "nostall"):
         assert nostall.latest_complete(tmp_path) == str(tmp_path / "old")
@@ -444,13 +429,13 @@ def test_metadata_that_is_too_long_is_not_read(
 ) -> None:
     """With a manifest it need not be."""
     monkeypatch.setattr(port, "MOST_METADATA_NBYTES", 100)
-    for way, state in ((save_split, State.WHOLE), (by_stock, State.NOT_UNDERSTOOD)):
+    for way, state in ((save_split, State.WHOLE), (save_stock_way, State.NOT_UNDERSTOOD)):
         way(tmp_path / way.__name__, small_state())
         found = nostall.verify(tmp_path / way.__name__)
         assert (found.state, found.damages) == (state, ())
         assert "the limit for metadata is 100" in (found.note or "")
     assert nostall.is_complete(tmp_path / "save_split", deep=True)
-    save_split(tmp_path / "by_stock", small_state())  # nor by a save that replaces it
+    save_split(tmp_path / "save_stock_way", small_state())  # nor by a save that replaces it
 
 
 def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(tmp_path: Path) -> None:
@@ -461,9 +446,9 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(tmp_path: Path) 
 
         def replace(nbytes: int, total: int) -> None:
             if (seed := next(seeds, None)) is not None:
-                by_save(tmp_path, state_of(seed), thread_count=4)
+                save_now(tmp_path, state_of(seed), thread_count=4)
 
-        by_save(tmp_path, state_of(), thread_count=4)
+        save_now(tmp_path, state_of(), thread_count=4)
         return nostall.verify(tmp_path, threads=1, progress=replace)
 
     assert verified(1).ok
@@ -472,7 +457,7 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_not_damaged(tmp_path: Path) 
     def read_then_replace(*arguments: Any, **options: Any) -> Any:
         described = read_inventory(*arguments, **options)
         for seed in seeds:
-            by_save(tmp_path, state_of(seed), thread_count=4)
+            save_now(tmp_path, state_of(seed), thread_count=4)
         return described
 
     with patch("nostall.integrity.read_inventory", read_then_replace):
