@@ -162,14 +162,14 @@ def tree_cpu_s() -> float:
     return total
 
 
-def tree_memory_nbytes() -> int:
-    """Anonymous and shared PSS of this process and its children: a shared page counts once.
+def tree_memory_nbytes(pid: int | None = None) -> int:
+    """Anonymous and shared PSS of a process, or this, and its children: a shared page counts once.
 
     Pages of mapped files, program code above all, do not count: other processes share them.
     """
     nbytes = 0
-    me = psutil.Process()
-    for process in [me, *me.children(recursive=True)]:
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
         try:
             lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
         except OSError:
@@ -180,17 +180,17 @@ def tree_memory_nbytes() -> int:
 
 
 @contextmanager
-def peak_memory() -> Iterator[list[int]]:
-    """While inside, sample the memory of the process tree every 20 ms; the list gets each sample.
+def peak_memory(pid: int | None = None) -> Iterator[list[int]]:
+    """While inside, sample the memory of a process tree every 20 ms; the list gets each sample.
 
     A thread of the trainer does it, so nothing is timed meanwhile.
     """
-    samples = [tree_memory_nbytes()]
+    samples = [tree_memory_nbytes(pid)]
     stop = threading.Event()
 
     def watch() -> None:
         while not stop.wait(_SAMPLE_EVERY_S):
-            samples.append(tree_memory_nbytes())
+            samples.append(tree_memory_nbytes(pid))
 
     thread = threading.Thread(target=watch, name="benchmark-memory")
     thread.start()

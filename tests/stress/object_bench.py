@@ -2,8 +2,8 @@
 
 Each writer has a process of its own, with the same state. Prints medians and extremes without the
 first round: how long ``dcp.async_save`` takes to return, and until the checkpoint is durable; and
-the most that the process and its children have beyond what they had before the first save, by their
-proportional shares of memory. The server runs on the same cores; each turn begins when it is at
+the most that the process and its children have beyond what they had before the first save, without
+program code. The server runs on the same cores; each turn begins when it is at
 rest, and each round with another writer.
 
     python tests/stress/object_bench.py --server seaweedfs --mib 1024 --rounds 5
@@ -20,27 +20,25 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import psutil
 import torch
-import torch.distributed.checkpoint as dcp
 
 import nostall
+from benchmarks.machine import peak_memory, tree_cpu_s, tree_memory_nbytes
 from support.object_store import s3_server
+from support.states import begin_async
 
 TENSORS = 256
-_LOOK_AGAIN_S = 0.1
 _REST_S = 1.0
 _NO_REST_S = 60.0
 _AT_REST = 0.05
@@ -83,9 +81,9 @@ def save_as_told(name: str, bucket: str, nbytes: int) -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         began_s = time.perf_counter()
-        saving = dcp.async_save(state, storage_writer=writer_of(name, bucket, line.strip()))
+        saving = begin_async(writer_of(name, bucket, line.strip()), state)
         blocked_s = time.perf_counter() - began_s
-        (saving if isinstance(saving, Future) else saving.upload_completion).result()
+        saving.result()
         print(json.dumps([blocked_s, time.perf_counter() - began_s]), flush=True)
 
 
@@ -97,15 +95,6 @@ class Contender:
     before_nbytes: int = 0
     peak_nbytes: int = 0
 
-    def nbytes(self) -> int:
-        """The present memory of the process and its children."""
-        total = 0
-        root = psutil.Process(self.process.pid)
-        for each in [root, *root.children(recursive=True)]:
-            with suppress(psutil.Error):
-                total += each.memory_full_info().pss
-        return total
-
     def answer(self) -> Any:
         """The next line of the process's output, decoded."""
         assert self.process.stdout is not None
@@ -113,30 +102,14 @@ class Contender:
         assert line, "a writer has failed"
         return line if line.startswith("ready") else json.loads(line)
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Note its highest memory during the block."""
-        over = threading.Event()
-
-        def look() -> None:
-            while not over.wait(_LOOK_AGAIN_S):
-                self.peak_nbytes = max(self.peak_nbytes, self.nbytes())
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
     def save(self, key: str) -> tuple[float, float]:
         """Save once; seconds until it returns, and until it is durable."""
         assert self.process.stdin is not None
-        with self.watched():
+        with peak_memory(self.process.pid) as samples:
             self.process.stdin.write(key + "\n")
             self.process.stdin.flush()
             blocked_s, durable_s = self.answer()
+        self.peak_nbytes = max(self.peak_nbytes, *samples)
         return blocked_s, durable_s
 
 
@@ -151,7 +124,7 @@ def started(name: str, bucket: str, nbytes: int, on_end: Callable[..., object]) 
     on_end(process.kill)
     contender = Contender(process)
     contender.answer()
-    contender.before_nbytes = contender.nbytes()
+    contender.before_nbytes = tree_memory_nbytes(process.pid)
     return contender
 
 
@@ -175,25 +148,14 @@ def summary(samples: Sequence[float], *, digits: int) -> str:
     return f"{median:.{digits}f} [{least:.{digits}f}, {most:.{digits}f}]"
 
 
-def cpu_s(root: psutil.Process) -> float:
-    """Processor time of a process and its children."""
-    total = 0.0
-    for each in [root, *root.children(recursive=True)]:
-        with suppress(psutil.Error):
-            times = each.cpu_times()
-            total += times.user + times.system
-    return total
-
-
 def wait_for_rest() -> None:
     """Return when this process's children, the server among them, do next to nothing."""
-    root = psutil.Process()
-    before = cpu_s(root)
+    before = tree_cpu_s()
     deadline = time.monotonic() + _NO_REST_S
     while True:
         time.sleep(_REST_S)
         assert time.monotonic() < deadline, "the server does not come to rest"
-        now = cpu_s(root)
+        now = tree_cpu_s()
         if now - before < _AT_REST * _REST_S:
             return
         before = now

@@ -90,9 +90,7 @@ def save_now(
     dcp.save(state, storage_writer=kind(path, **options), planner=planner, no_dist=True)
 
 
-def begin_async(
-    writer: FileSystemWriterAsync, state: dict[str, Any], **options: Any
-) -> Future[Any]:
+def begin_async(writer: dcp.StorageWriter, state: dict[str, Any], **options: Any) -> Future[Any]:
     """Begin a save by ``dcp.async_save``; done when it is committed."""
     response = dcp.async_save(state, storage_writer=writer, **options)
     return response if isinstance(response, Future) else response.upload_completion
