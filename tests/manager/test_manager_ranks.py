@@ -8,45 +8,35 @@ from typing import Any
 import pytest
 
 from nostall import CheckpointManager, PerRank
-from support.ranks import run_ranks, run_script
+from support.ranks import on_ranks, run_ranks, run_script
 from support.training import Job
 
 Found = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory into which the ranks save."""
-    return tmp_path_factory.mktemp("managing")
-
-
-@pytest.fixture(scope="module")
-def found(out: Path) -> Found:
-    """The reports of two ranks, started once for all scenarios."""
-    return run_ranks(2, "managing:everything", out)
-
-
+@on_ranks("managing:resumed")
 def test_each_rank_continues_with_its_own_state(found: Found) -> None:
     """Extra, data and generators are those of the rank."""
-    for rank, facts in enumerate(each["resumed"] for each in found):
+    for rank, facts in enumerate(found):
         assert facts["extra"] == f"of rank {rank}"
         assert facts["drawn"] == 2
-    assert found[0]["resumed"]["random"] != found[1]["resumed"]["random"]
-    assert found[0]["resumed"]["torch"] != found[1]["resumed"]["torch"]
-    assert found[0]["resumed"]["loader"] != found[1]["resumed"]["loader"]
+    for name in ("random", "torch", "loader"):
+        assert found[0][name] != found[1][name]
 
 
+@on_ranks("managing:sharded")
 @pytest.mark.parametrize("way", ["objects", "names"])
 def test_sharded_jobs_continue_equally(found: Found, way: str) -> None:
     """FSDP2, into new objects whose optimizer has not begun: losses are equal bit by bit."""
     for each in found:
-        losses, expected = each["sharded"][way]
+        losses, expected = each[way]
         assert losses == expected
 
 
 WHYS = {"write": "No space", "metrics": "metrics={'loss': 'n/a'}"}
 
 
+@on_ranks("managing:failing raise", "managing:failing warn")
 @pytest.mark.parametrize("when", ["first", "later", "metrics", "write", "restore"])
 def test_a_failure_on_one_rank_is_an_error_on_all(found: Found, when: str) -> None:
     """Over an object or argument, in writing or restoring; of saves a warning, if that was asked.
@@ -54,37 +44,39 @@ def test_a_failure_on_one_rank_is_an_error_on_all(found: Found, when: str) -> No
     It is reported once.
     """
     for each in found:
-        (error,) = each["raise"][when]
-        assert WHYS.get(when, "broken") in error
-        assert len(each["warn"][when]) == (when == "restore")
+        assert len(each[when]) == (each["how"] == "raise" or when == "restore")
+        assert all(WHYS.get(when, "broken") in error for error in each[when])
 
 
-@pytest.mark.parametrize("how", ["raise", "warn"])
-def test_a_failure_on_one_rank_costs_no_other_step(found: Found, how: str) -> None:
+@on_ranks("managing:failing raise", "managing:failing warn")
+def test_a_failure_on_one_rank_costs_no_other_step(found: Found) -> None:
     """The loop saves on, and the handle of the failed save has its error."""
-    for facts in (each[how] for each in found):
+    for facts in found:
         assert facts["steps"] == [2, 3, 4, 5]
         assert "No space" in facts["handle"][0]
         assert facts["discarded"] == [2, 3, 4]
 
 
+@on_ranks("managing:unreadable")
 def test_rank_0_chooses_the_step(found: Found) -> None:
     """Others do not look, and its errors are theirs."""
     for each in found:
-        assert each["unreadable"]["none"]
-        assert each["unreadable"]["named"].startswith("ReadError: step 7 is not committed")
-        assert each["unreadable"]["step"] == 1
+        assert each["none"]
+        assert each["named"].startswith("ReadError: step 7 is not committed")
+        assert each["step"] == 1
 
 
+@on_ranks("managing:unfit")
 def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(found: Found) -> None:
     """Before any rank has changed a tensor."""
-    errors = [each["unfit"]["error"] for each in found]
+    errors = [each["error"] for each in found]
     assert errors[0].startswith("CheckpointException")
     assert errors[1].startswith("OptionError: the state does not fit step 1: Size mismatch")
     assert all("weight" in error for error in errors)
-    assert all(each["unfit"]["unchanged"] for each in found)
+    assert all(each["unchanged"] for each in found)
 
 
+@on_ranks("managing:other_shapes")
 @pytest.mark.parametrize(("when", "name"), [("first", "x.tensor"), ("later", "x")])
 def test_tensors_of_one_name_and_different_shapes_are_refused(
     found: Found, when: str, name: str
@@ -94,17 +86,19 @@ def test_tensors_of_one_name_and_different_shapes_are_refused(
     Also when ranks plan alone; the next save with equal shapes is committed.
     """
     why = f"the shape of {name} differs between ranks: (4,) on rank 0 and (5,) on rank 1"
-    for error in (each["other_shapes"][when] for each in found):
+    for error in (each[when] for each in found):
         assert error.startswith("CheckpointException")
         assert why in error
         assert "PerRank" in error
 
 
+@on_ranks("managing:other_shapes")
 def test_per_rank_tensors_may_have_any_shape(found: Found) -> None:
     """Each rank gets its own."""
-    assert [each["other_shapes"]["per rank"] for each in found] == [str([0.0] * 4), str([1.0] * 5)]
+    assert [each["per rank"] for each in found] == [str([0.0] * 4), str([1.0] * 5)]
 
 
+@on_ranks("managing:factored")
 @pytest.mark.parametrize("name", ["factored", "LBFGS"])
 def test_state_of_other_shapes_than_parameters_is_distributed_as_it_was(
     found: Found, name: str
@@ -113,7 +107,7 @@ def test_state_of_other_shapes_than_parameters_is_distributed_as_it_was(
 
     One process that has the whole model gets plain tensors, and goes on, too.
     """
-    for facts in (each["factored"][name] for each in found):
+    for facts in (each[name] for each in found):
         restored, saved = facts["placements"]
         assert any("Replicate" in of_tensor for of_tensor in saved)
         assert restored == saved
@@ -123,67 +117,73 @@ def test_state_of_other_shapes_than_parameters_is_distributed_as_it_was(
         assert facts["plain loss"] == pytest.approx(losses[:1])
 
 
+@on_ranks("managing:factored")
 def test_state_of_unknown_placement_is_refused(found: Found) -> None:
     """From a job whose parameters were plain: the next step under FSDP2 would fail in torch."""
     for each in found:
-        assert each["factored"]["unknown"].startswith("OptionError: the object 'optimizer'")
-        assert "how optimizer.state.0.rows is to be distributed" in each["factored"]["unknown"]
-        assert each["factored"]["after one step"] == "none"
+        assert each["unknown"].startswith("OptionError: the object 'optimizer'")
+        assert "how optimizer.state.0.rows is to be distributed" in each["unknown"]
+        assert each["after one step"] == "none"
 
 
+@on_ranks("managing:without_numpy")
 @pytest.mark.parametrize("where", ["everywhere", "on rank 1"])
 def test_a_job_without_numpy_is_told_at_once(found: Found, where: str) -> None:
     """Ranks could save without it, but torch loads with it; one without it is an error on all."""
-    for rank, (restore, save) in enumerate(facts["without_numpy"][where] for facts in found):
+    for rank, (restore, save) in enumerate(facts[where] for facts in found):
         of_another = where == "on rank 1" and rank == 0
         assert restore.startswith("CheckpointException" if of_another else "OptionError")
         assert save.startswith("CheckpointException")
         assert "pip install numpy" in restore
         assert "pip install numpy" in save
-    assert found[0]["without_numpy"]["steps"] == [1]
+    assert found[0]["steps"] == [1]
 
 
+@on_ranks("managing:stuck")
 @pytest.mark.parametrize("call", ["restore", "save"])
 def test_storage_that_hangs_on_rank_0_is_an_error_on_all(found: Found, call: str) -> None:
     """In time, and of one type; the same manager goes on when storage answers."""
     for each in found:
-        assert each["stuck"][call].startswith("SaveTimeoutError: ")
-        assert each["stuck"]["steps"] == [1, 2]
+        assert each[call].startswith("SaveTimeoutError: ")
+        assert each["steps"] == [1, 2]
 
 
+@on_ranks("managing:saved_again")
 def test_a_step_that_is_being_removed_can_be_saved_again(found: Found) -> None:
     """Files of the new save are not removed with the old ones."""
     for each in found:
-        assert each["saved_again"]["restored"] == 6
-        assert each["saved_again"]["steps"][-1] == 6
+        assert each["restored"] == 6
+        assert each["steps"][-1] == 6
 
 
+@on_ranks("managing:closed")
 def test_all_ranks_close_when_removals_are_done(found: Found) -> None:
     """So that they see the same steps afterwards."""
-    assert [each["closed"]["steps"] for each in found] == [[2], [2]]
+    assert [each["steps"] for each in found] == [[2], [2]]
 
 
+@on_ranks("managing:own_keys")
 def test_an_optimizer_of_one_rank_is_restored_exactly(found: Found) -> None:
     """Under a name that rank 0 does not have, into a new optimizer."""
     for rank, each in enumerate(found):
-        assert each["own_keys"]["momenta"] == [[rank + 1.0] * 3] * 2
+        assert each["momenta"] == [[rank + 1.0] * 3] * 2
 
 
+@on_ranks("managing:on_more_ranks")
 def test_on_more_ranks_than_have_saved(found: Found) -> None:
     """Everything but what differs between ranks; the lack of that is an error on all."""
-    for rank, each in enumerate(facts["on_more_ranks"] for facts in found):
+    for rank, each in enumerate(found):
         assert each["extra"] == "of rank 0"
         assert each["keeps its generators"] == (rank == 1)
         assert each["loader"] != "none"
-    assert "'loader' differs between ranks" in found[1]["on_more_ranks"]["loader"]
+    assert "'loader' differs between ranks" in found[1]["loader"]
 
 
-def test_on_fewer_ranks_than_have_saved(
-    found: Found, out: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_on_fewer_ranks_than_have_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One process restores what two ranks have saved, and learns that one's own state is lost."""
+    run_ranks(2, "managing:resumed", tmp_path)
     job = Job(0, wraps=PerRank)
-    restored = CheckpointManager(out / "resumed").restore(job.state)
+    restored = CheckpointManager(tmp_path).restore(job.state)
     assert restored is not None
     assert (restored.extra, job.loader.drawn, job.state["epoch"]) == ("of rank 0", 2, 2)
     assert "'loader' was saved by more ranks; the others' state is not restored" in caplog.text

@@ -36,30 +36,6 @@ from support.waiting import HangingOs, stands_in, wait_until
 Facts = dict[str, Any]
 
 
-def everything(out: Path) -> Facts:
-    """All of the following, in directories of their own."""
-    scenarios: list[Callable[[Path], Any]] = [
-        resumed,
-        sharded,
-        unreadable,
-        stuck,
-        saved_again,
-        closed,
-        own_keys,
-        on_more_ranks,
-        unfit,
-        other_shapes,
-        factored,
-        without_numpy,
-    ]
-    found = {}
-    for scenario in scenarios:
-        (out / scenario.__name__).mkdir(exist_ok=True)
-        dist.barrier()
-        found[scenario.__name__] = scenario(out / scenario.__name__)
-    return {**found, **{how: failing(out / how, how) for how in ("raise", "warn")}}
-
-
 def resumed(out: Path) -> Facts:
     """Data and generators differ between the ranks; a resumed job continues with those."""
     rank = dist.get_rank()
@@ -178,7 +154,7 @@ def failing(out: Path, how: Any) -> Facts:
     def told(*calls: Callable[[], Any]) -> list[str]:
         return [error for call in calls if (error := _error_of(call)) != "none"]
 
-    found: Facts = {"first": told(lambda: manager.save(0, broken))}
+    found: Facts = {"how": how, "first": told(lambda: manager.save(0, broken))}
     with inject(*([Fault.errno("chunk", 28)] if rank == 1 else [])):
         handle = manager.save(1, state)
         wait_until(manager._queue._caller._calls[0].outcome.done)
