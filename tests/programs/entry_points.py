@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from nostall import _torch
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from support.faults import Fault, inject
@@ -242,6 +244,30 @@ def the_slowest_rank_is_named(out: Path) -> dict[str, Any]:
         queue.schedule_async_request(request)
     assert writer.stats is not None
     return {"slowest": writer.stats.slowest_rank, "lines": lines.getvalue().count("\n")}
+
+
+# --- another torch --------------------------------------------------------------------------------
+
+
+def a_torch_that_lacks_the_rest_saves_the_same(out: Path) -> dict[str, list[str]]:
+    """Differences from stock, by path, after two saves in each of three ways. Collective."""
+    _torch._foreach_copy = None
+    _torch._get_default_store = None
+    _torch.without_modes = nullcontext
+    _torch.KNOWS_DTENSORS = False
+    wrong = {}
+    for seed in (1, 2):
+        stock = out / f"stock-{seed}"
+        dcp.save(group_state(seed), storage_writer=FileSystemWriter(stock))
+        for way in (save, async_save_in_thread, queue_persistent):
+            path = out / f"{way.__name__}-{seed}"
+            way(path, group_state(seed))
+            dist.barrier()
+            found = loaded_wrong(path, group_state(seed), group_state(seed))
+            found += ["bytes differ"] * (blobs(path) != blobs(stock))
+            if found:
+                wrong[path.name] = found
+    return wrong
 
 
 # --- the program ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import nostall
 from nostall import CheckpointManager, KeepLatest, PerRank, _torch
@@ -117,6 +117,23 @@ def sharded(out: Path) -> Facts:
             manager.restore(states[1])
         found[name] = [_train(other, 3), expected]
     return found
+
+
+def below_a_root(out: Path, root: str) -> tuple[int, bool]:
+    """Three steps below a given root: which one is restored, and whether with its values."""
+    del out
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    group = dist.group.WORLD
+    state = {"x": distribute_tensor(torch.arange(1000.0), mesh, [Shard(0)])}
+    with CheckpointManager(root, keep=KeepLatest(2), process_group=group) as manager:
+        for step in range(3):
+            manager.save(step, state)
+            state["x"].add_(1)
+        manager.wait()
+        found = {"x": distribute_tensor(torch.zeros(1000), mesh, [Shard(0)])}
+        restored = manager.restore(found)
+    assert restored is not None
+    return restored.step, torch.equal(found["x"].full_tensor(), torch.arange(1000.0) + 1 + 1)
 
 
 # --- failures -------------------------------------------------------------------------------------

@@ -112,7 +112,8 @@ def test_a_torch_that_lacks_what_is_needed_is_refused_at_import(
 
 def test_a_torch_that_lacks_the_rest_saves_the_same(tmp_path: Path) -> None:
     """Without the private names that make saves faster, sharded states are saved as with them."""
-    assert run_ranks(2, "versions:a_torch_that_lacks_the_rest_saves_the_same", tmp_path) == [{}, {}]
+    program = "entry_points:a_torch_that_lacks_the_rest_saves_the_same"
+    assert run_ranks(2, program, tmp_path) == [{}, {}]
 
 
 def test_devices_of_a_group_are_known_without_its_private_attribute(
