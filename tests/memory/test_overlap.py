@@ -38,13 +38,12 @@ from nostall.state_dict_saver import (
     save_state_dict_async_finalize,
     save_state_dict_async_plan,
 )
-from programs.entry_points import planned
 from support import loaded
 from support.faults import Fault, Hold, inject
 from support.interrupts import interrupt_the_wait, interrupted
 from support.processes import ended
 from support.ranks import TESTS, run_ranks
-from support.states import blobs, blobs_by_stock, save_now, schedule, small_state
+from support.states import blobs, blobs_by_stock, planned, save_now, schedule, small_state
 from support.waiting import is_inside
 
 DEADLINE_S = 60.0

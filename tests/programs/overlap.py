@@ -55,7 +55,8 @@ def one_rank_that_forgets_to_wait_fails_the_save_on_all(out: Path) -> dict[str, 
             state["large 1"].add_(1)
         hold.release()
     facts["async"] = failed_ranks(lambda: saving.result(100))
-    said = str(saving.exception().failures[1][0])
+    failed: Any = saving.exception()
+    said = str(failed.failures[1][0])
     facts["said"] = [said.count(part) for part in ("phase=", "call wait_staged()")]
     facts["committed"] = sorted(path.parent.name for path in out.glob("*/.metadata"))
     facts["wrong"] = [

@@ -49,11 +49,11 @@ from nostall.options import EngineOptions
 from nostall.state_dict_saver import save_state_dict_async_plan
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import calls, openers
-from programs.entry_points import differing, holds, loaded_wrong, planned, spoil
+from programs.entry_points import differing, holds, loaded_wrong, spoil
 from programs.queueing import names, nothing
 from support.faults import Fault, Hold, inject
 from support.ranks import on_ranks, run_ranks
-from support.states import read_metadata, save_now, schedule, small_state
+from support.states import planned, read_metadata, save_now, schedule, small_state
 from support.waiting import stands_in, wait_until
 
 # --- on one rank ----------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ from nostall.state_dict_saver import (
     save_state_dict_async_plan,
 )
 from nostall.torch_ckpt import TorchAsyncCheckpoint
-from programs.entry_points import planned
 from support.faults import Hold, inject
 from support.parts import Halving
 from support.states import (
     blobs,
     blobs_by_stock,
+    planned,
     save_in_background,
     save_now,
     schedule,
