@@ -27,7 +27,7 @@ from nostall._model.names import AS_SAFETENSORS
 from nostall._model.progress import ReadCounter, listed
 from nostall._model.threads import gc_paused, interruptible, uninterrupted
 from nostall._model.wording import counted
-from nostall._ranks.group import TorchGroup, coordination_for, require_members
+from nostall._ranks.group import TorchGroup, require_members
 from nostall._read.plan import FileSpan, Form, Wanted, chunk_of, nbytes_by_archive
 from nostall._read.planner import Planner
 from nostall._read.reading import read_items
@@ -229,7 +229,7 @@ class FileSystemReader(dcp.FileSystemReader):
             casts = planner.casts
         else:
             casts = self._casts(plan, getattr(planner, "state_dict", None))
-        if casts and coordination_for(None).is_coordinator:
+        if casts and _place_of_this_rank()[0] == 0:
             what, kinds = counted(len(casts), "tensor"), ", ".join(sorted(set(casts.values())))
             _log.info("casting %s, %s: path=%s", what, kinds, self._resolved())
         with gc_paused():
@@ -260,9 +260,9 @@ class FileSystemReader(dcp.FileSystemReader):
 
     def _read(self, wanted: list[Wanted], planner: LoadPlanner, shared: object) -> None:
         path = self._resolved()
-        ranks = coordination_for(None)  # also those that load without a group
+        rank, count = _place_of_this_rank()
         # Other ranks of this host may need the same; with a group each byte is read by one of them.
-        is_read_once = ranks.world_size == 1 or self._peers is not None
+        is_read_once = count == 1 or self._peers is not None
         files: ReadableFiles
         if is_address(path):
             files = storage_at(path)
@@ -276,10 +276,10 @@ class FileSystemReader(dcp.FileSystemReader):
             threads=self._threads,
             verify=self._verify,
             counter=counter,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            rank=rank,
+            world_size=count,
         )
-        with listed(path, ranks.rank, counter):
+        with listed(path, rank, counter):
             if isinstance(shared, ReadShare):
                 assert self._peers is not None  # all_want_to_share
                 read_shared(shared, wanted, files, self._peers, read, threads=self._threads)
@@ -332,6 +332,13 @@ class FileSystemReader(dcp.FileSystemReader):
             path=os.path.join(self._resolved(), _torch.METADATA_NAME),
             hint="load another checkpoint",
         )
+
+
+def _place_of_this_rank() -> tuple[int, int]:
+    """Its number and that of all, of the whole job: also of ranks that load without a group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 # --- ranks that send each other what they have read; the port is in ``_read/sharing.py`` ----------
