@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
+from nostall._cli.convert import to_checkpoint
 from nostall._read.archives import Broken, loaded_safely
 from nostall._storage.damage import damage_of_container
 from nostall.errors import DamagedCheckpointError, UntrustedObjectError
@@ -112,6 +113,18 @@ def test_a_hostile_tensor_is_refused(tmp_path: Path, name: str, way: str) -> Non
     refusals = (DamagedCheckpointError, UntrustedObjectError, CheckpointException)
     with pytest.raises(refusals, match=r"DamagedC|UntrustedO|the tensor 'x'"):
         loads[way]({"x": torch.zeros(3)})
+    assert not ran.exists()
+
+
+def test_a_file_to_convert_is_not_trusted(tmp_path: Path) -> None:
+    """Files of ``torch.save`` come from others, too."""
+    ran = tmp_path / "ran"
+    torch.save({"a": 1}, tmp_path / "saved.pt")
+    archive = (tmp_path / "saved.pt").read_bytes()
+    change = with_pickle(HOSTILE["a command"](ran))
+    (tmp_path / "saved.pt").write_bytes(change(archive))
+    with pytest.raises(DamagedCheckpointError, match="system"):
+        to_checkpoint(str(tmp_path / "saved.pt"), str(tmp_path / "checkpoint"), trust=False)
     assert not ran.exists()
 
 
