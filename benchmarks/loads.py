@@ -6,7 +6,6 @@ has stopped. One that brings something else, or fills tensors of its own, is out
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,7 +163,7 @@ class Loads:
             raise WrongData(f"its load did not bring what was saved: {said_of(wrong)}")
         return {"cold_s": took_s, "cached": cached} if cold else {"warm_s": took_s, "cpu_s": used_s}
 
-    def limits(self) -> tuple[Callable[[], Sample], ...]:
+    def limits(self) -> tuple[Callable[[], Sample], Callable[[], Sample]]:
         """Functions that measure copies with warm reads, and cold reads, of the largest file."""
         file = max(machine.files_below(self.directory), key=lambda each: each.stat().st_size)
         copies, reads = Copies(self.saved.tensors), RawReads(file)
@@ -179,13 +178,7 @@ class Loads:
         return warm, cold
 
 
-def measure_loads(
-    loads: Loads,
-    contenders: Sequence[LoadContender],
-    *,
-    rounds: int,
-    until_s: float = math.inf,
-) -> Report:
+def measure_loads(loads: Loads, contenders: Sequence[LoadContender], *, rounds: int) -> Report:
     """Measure these contenders, and the limits in the same rounds."""
     machine.keep_freed_blocks()
     group = Group()
@@ -203,5 +196,5 @@ def measure_loads(
                 partial(attempt, row, partial(loads.timed, contender, cold=bool(cold)), group)
                 for row, contender in both
             ]
-            in_rounds(turns, rounds, until_s)
+            in_rounds(turns, rounds)
     return Report(limits=limit_row, contenders=rows)

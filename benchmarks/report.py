@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -103,15 +101,10 @@ def attempt(row: Row, measure: Callable[[], Sample], group: Group) -> None:
         sys.stderr.write(f"{row.status}: {row.name}: {row.why}\n")
 
 
-def in_rounds(turns: Sequence[Callable[[], None]], rounds: int, until_s: float = math.inf) -> None:
-    """Take every turn once per round; each round begins with another one.
-
-    None but the first begins after ``until_s``, by the monotonic clock.
-    """
+def in_rounds(turns: Sequence[Callable[[], None]], rounds: int) -> None:
+    """Take every turn once per round; each round begins with another one."""
     order = list(turns)
-    for number in range(rounds):
-        if number and time.monotonic() > until_s:
-            break
+    for _ in range(rounds):
         for turn in order:
             turn()
         order.append(order.pop(0))

@@ -7,7 +7,6 @@ fails or saves something else is out, on all ranks.
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 import time
@@ -188,7 +187,6 @@ def measure_saves(
     rounds: int,
     memory_saves: int = 0,
     limits: Callable[[], Sample] | None = None,
-    until_s: float = math.inf,
 ) -> Report:
     """Measure these contenders, and the limits in the same rounds. Collective."""
     group = saves.group
@@ -209,7 +207,6 @@ def measure_saves(
             *(partial(saves.turn, *each, partial(saves.timed, each[1])) for each in both),
         ],
         rounds,
-        until_s,
     )
     for row, contender in both:
         saves.verify(row, contender)

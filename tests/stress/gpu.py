@@ -1,9 +1,9 @@
 """Check and measure nostall on an accelerator, in one command, for the day when one is at hand.
 
 Runs the checks of ``tests/programs/accelerator.py`` and a benchmark of state dicts on the device,
-and writes one JSON file, anew after each check and each part of the benchmark, so that little is
-lost if the machine is. Needs Linux, torch with CUDA, psutil and typing_extensions, and neither a
-network nor an installation:
+and writes one JSON file; what was found is written after every step, so that little is lost if the
+machine is. Needs Linux, torch with CUDA, psutil and typing_extensions, and neither a network nor an
+installation:
 
     python tests/stress/gpu.py --json gpu.json
 
@@ -18,16 +18,17 @@ import argparse
 import faulthandler
 import gc
 import json
+import math
 import resource
 import shutil
+import statistics
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 import torch
 import torch.distributed as dist
 
-import nostall
 from benchmarks.contenders import Contender, DcpAsyncSave, Pending, all_contenders, staging
 from benchmarks.group import Group
 from benchmarks.limits import RawWrites, fast_pages
-from benchmarks.loads import LoadContender, Loads, load_contenders, measure_loads
+from benchmarks.loads import LoadContender, load_contenders
 from benchmarks.machine import bring_in, facts, files_below, sync, versions
-from benchmarks.report import Column, Report, Sample, rendered
-from benchmarks.saves import Saves, measure_saves, wait_durable
-from benchmarks.workloads import DEFAULT_MIB, SHAPES, State, Workload, make_workload
+from benchmarks.saves import wait_durable
+from benchmarks.workloads import DEFAULT_MIB, SHAPES, Workload, differences, make_workload
 from nostall import _engine
 from programs import accelerator
 
@@ -54,17 +53,7 @@ NO_ACCELERATOR = 3
 MOST_S = 8 * 60
 """The whole run ends before that."""
 MOST_ROUNDS = 7
-SAVES = (
-    Column("blocked ms", "blocked_s", 1e3),
-    Column("/ pinned copy", "blocked_s", digits=2, over="pinned copy"),
-    Column("durable s", "durable_s", digits=3),
-    Column("/ raw write", "durable_s", digits=2, over="raw write"),
-    Column("training longer, ms", "longer_s", 1e3),
-)
-LOADS = (
-    Column("ms", "warm_s", 1e3),
-    Column("/ pinned copy", "warm_s", digits=2, over="pinned copy"),
-)
+TRAINING_ROUNDS = 5
 
 
 def main() -> int:
@@ -93,9 +82,8 @@ def main() -> int:
             for part in ((run.measure, shape), (run.measure_loads, shape))
         ]
         for number, (measure, shape) in enumerate(parts):
-            now = time.monotonic()
-            rest_s = given.seconds - (now - started)
-            measure(shape, until_s=now + rest_s / (len(parts) - number))
+            rest_s = given.seconds - (time.monotonic() - started)
+            measure(shape, for_s=rest_s / (len(parts) - number))
         return run.finish(took_s=time.monotonic() - started)
 
 
@@ -127,16 +115,14 @@ class Run:
 
     def __init__(self, scratch: Path, given: argparse.Namespace) -> None:
         self.scratch, self.device, self.given = scratch, given.device, given
+        self.module = torch.get_device_module(given.device)
         self.failed = False
-        self.about: dict[str, Any] = {
-            "options": {"device": given.device, "seconds": given.seconds},
-            "machine": facts(scratch),
-            "versions": versions(),
-        }
         self.found: dict[str, Any] = {
             "complete": False,
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu, a rehearsal",
             "cuda": torch.version.cuda,
+            "machine": facts(scratch),
+            "versions": versions(),
             "checks": {},
             "benchmarks": {},
             "loads": {},
@@ -161,6 +147,8 @@ class Run:
             shutil.rmtree(path, ignore_errors=True)
             sync(self.scratch)
 
+    # --- checks -----------------------------------------------------------------------------------
+
     def check_all(self) -> None:
         chosen = accelerator.ANYWHERE + (accelerator.WITH_CUDA if self.device == "cuda" else ())
         for check in chosen:
@@ -177,111 +165,226 @@ class Run:
             print(f"{'FAILED' if failure else 'passed'} {seconds:6.1f} s  {check.__name__}")
             self.store()
 
-    def measure(self, shape: str, *, until_s: float) -> None:
-        """Saves by all contenders, and what they cost a stretch of training; at least one round."""
-        with alone(self.device) as group, self.directory() as path:
-            saves = DeviceSaves(self.workload(shape), path, group, self.device)
-            contenders = contenders_on(self.device)
-            report = measure_saves(saves, contenders, limits=saves.limits, **self.rounds(until_s))
-        self.take("benchmarks", shape, report, SAVES)
+    # --- benchmark --------------------------------------------------------------------------------
 
-    def measure_loads(self, shape: str, *, until_s: float) -> None:
-        """Loads from the page cache into tensors of the device, at least one round."""
+    def contenders(self) -> list[Contender]:
+        quick = self.device == "cuda"
+        options = staging(shared=True, pinned=quick)  # as stock sets them
+        stager = DcpAsyncSave("dcp.async_save pinned stager", staging=options)
+        known = [each for each in all_contenders() if not each.name.startswith("dcp.async")]
+        everybody = [*known, stager]
+        return [each for each in everybody if each.available() is None]
+
+    def measure(self, shape: str, *, for_s: float) -> None:
+        """Each contender once to verify, then rounds in turns until time is over, at least one.
+
+        Half of the time is for stretches of training, in turns, too, at least one.
+        """
+        with alone(self.device) as group:
+            self._measure(shape, group, for_s)
+
+    def _measure(self, shape: str, group: Group, for_s: float) -> None:
+        until = time.monotonic() + for_s
+        rounds_until = until - for_s / 2 if shape == "large" else until
+        workload = self.workload(shape)
+        limits = DeviceLimits(workload.nbytes, self.device)
+        rows: dict[str, dict[str, Any]] = {}
+        found = {
+            "nbytes": workload.nbytes,
+            "tensors": len(workload.tensors),
+            "limits": limits.samples,
+            "contenders": rows,
+        }
+        self.found["benchmarks"][shape] = found
+        contenders = self.contenders()
+        for contender in contenders:
+            rows[contender.name] = {"blocked_s": [], "durable_s": [], "wrong": None, "error": None}
+            with self._part_of(contender.name, rows):
+                self._prepare(contender, group, workload, rows[contender.name])
+            self.store()
+        for number in range(MOST_ROUNDS):
+            if number and time.monotonic() > rounds_until:
+                break
+            with self.directory() as path:
+                limits.measure(path)
+            for contender in contenders:
+                row = rows[contender.name]
+                if row["error"] is None:
+                    with self._part_of(contender.name, rows):
+                        blocked_s, durable_s = self._save(contender, workload)
+                        row["blocked_s"].append(blocked_s)
+                        row["durable_s"].append(durable_s)
+            found["ratios"] = _ratios(rows, limits)
+            self.store()
+        if shape == "large":
+            self._train(contenders, workload, rows, until)
+        for contender in contenders:
+            with self._part_of(contender.name, rows):
+                contender.close()
+        _engine.reset()
+        self._say(shape, rows, limits)
+
+    def _train(
+        self,
+        contenders: list[Contender],
+        workload: Workload,
+        rows: dict[str, dict[str, Any]],
+        until: float,
+    ) -> None:
+        """By how much longer a stretch of training takes with a save at its beginning, in turns."""
+        steps = Steps(self.device, workload)
+        steps.run(None)
+        for number in range(TRAINING_ROUNDS):
+            if number and time.monotonic() > until:
+                break
+            for contender in contenders:
+                row = rows[contender.name]
+                if row["error"] is None:
+                    with self._part_of(contender.name, rows), self.directory() as path:
+                        gc.collect()
+                        without_s = steps.run(None)
+                        with_s = steps.run(lambda: contender.save(workload.state, path / "save"))  # noqa: B023  # called at once
+                        row.setdefault("training_s", []).append((without_s, with_s))
+            self.store()
+
+    def measure_loads(self, shape: str, *, for_s: float) -> None:
+        """Loads from the page cache into tensors of the device, in turns, at least one round."""
+        until = time.monotonic() + for_s
+        workload = self.workload(shape)
+        upload_s: list[float] = []
+        rows: dict[str, dict[str, Any]] = {}
+        self.found["loads"][shape] = {
+            "nbytes": workload.nbytes,
+            "pinned_copy_s": upload_s,
+            "contenders": rows,
+        }
+        limits = DeviceLimits(workload.nbytes, self.device)
         with self.directory() as path:
-            loads = DeviceLoads(self.workload(shape), path, self.device)
-            contenders = [loads.awaited(each) for each in load_contenders()]
-            report = measure_loads(loads, contenders, **self.rounds(until_s))
-        self.take("loads", shape, report, LOADS)
+            contenders = [each for each in load_contenders() if not each.available()]
+            for contender in contenders:
+                row = rows[contender.name] = {"load_s": [], "wrong": None, "error": None}
+                with self._part_of(contender.name, rows):
+                    files = path / contender.write.__name__
+                    if not files.exists():
+                        contender.write(workload.state, files)
+                    row["wrong"] = self._wrongly_loaded(contender, workload, files)
+                    self.failed |= bool(row["wrong"])
+            bring_in(files_below(path))
+            for number in range(MOST_ROUNDS):
+                if number and time.monotonic() > until:
+                    break
+                upload_s.append(min(limits.uploaded_s() for _ in range(3)))
+                for contender in contenders:
+                    row = rows[contender.name]
+                    if row["error"] is None:
+                        with self._part_of(contender.name, rows):
+                            files = path / contender.write.__name__
+                            row["load_s"].append(self._loaded_s(contender, workload, files))
+                self.store()
+        self._say_loads(shape, workload.nbytes, statistics.median(upload_s), rows)
 
-    def rounds(self, until_s: float) -> dict[str, Any]:
-        return {"rounds": MOST_ROUNDS, "until_s": until_s}
+    def _wrongly_loaded(
+        self, contender: LoadContender, workload: Workload, path: Path
+    ) -> list[str]:
+        """Names of tensors that differ after a load into other values."""
+        into = workload.blank()
+        contender.load(into, path)
+        self.module.synchronize()
+        return differences(workload.state, into)
+
+    def _loaded_s(self, contender: LoadContender, workload: Workload, path: Path) -> float:
+        """Seconds until the values are on the device."""
+        gc.collect()
+        self.module.synchronize()
+        started = time.perf_counter()
+        contender.load(dict(workload.state), path)
+        self.module.synchronize()
+        return time.perf_counter() - started
+
+    def _say_loads(
+        self, shape: str, nbytes: int, upload_s: float, rows: dict[str, dict[str, Any]]
+    ) -> None:
+        copied = f"copy from pinned memory {upload_s * 1e3:.1f} ms"
+        print(f"loads of {shape}: {nbytes / 1e9:.2f} GB; {copied}")
+        for name, row in rows.items():
+            if row["error"] is None:
+                took_s = statistics.median(row["load_s"])
+                verdict = "WRONG" if row["wrong"] else "same"
+                print(f"  {name:30} {took_s * 1e3:8.1f} ms {took_s / upload_s:6.2f}, {verdict}")
+            else:
+                print(f"  {name:30} {row['error']:.100}")
+
+    def _prepare(
+        self, contender: Contender, group: Group, workload: Workload, row: dict[str, Any]
+    ) -> None:
+        """Let a contender save as often as its caches need, and verify the last save."""
+        with self.directory() as path:
+            contender.open(group, workload.nbytes, path)
+        for _ in range(contender.warmups - 1):
+            self._save(contender, workload)
+        row["wrong"] = self._differences(contender, workload)
+        self.failed |= bool(row["wrong"])
 
     def workload(self, shape: str) -> Workload:
         nbytes = self.given.bytes or int(DEFAULT_MIB[shape] * 2**20)
         on_host = make_workload(shape, nbytes).state
         return Workload(shape, {name: each.to(self.device) for name, each in on_host.items()})
 
-    def take(self, kind: str, shape: str, report: Report, columns: Sequence[Column]) -> None:
-        """Show and store a report; what a peer fails with is its result."""
-        report.about = self.about
-        self.failed |= report.failed or any(
-            row.status == "FAILED" for row in report.contenders if row.name.startswith("nostall")
+    @contextmanager
+    def _part_of(self, name: str, rows: dict[str, dict[str, Any]]) -> Iterator[None]:
+        """Record a contender's exception as its result."""
+        try:
+            yield
+        except Exception as error:  # whatever it is
+            rows[name]["error"] = f"{type(error).__name__}: {error}"
+            self.failed |= name.startswith("nostall")
+            traceback.print_exc()
+
+    def _save(self, contender: Contender, workload: Workload) -> tuple[float, float]:
+        """Seconds for which a save blocks, and until it is durable."""
+        workload.advance()
+        gc.collect()
+        self.module.synchronize()
+        with self.directory() as path:
+            started = time.perf_counter()
+            pending = contender.save(workload.state, path / "save")
+            blocked_s = time.perf_counter() - started
+            blocked_s += wait_durable(pending)
+            return blocked_s, time.perf_counter() - started
+
+    def _differences(self, contender: Contender, workload: Workload) -> list[str]:
+        """Names whose saved values differ from the call, although all changed when allowed."""
+        workload.advance()
+        version = workload.version
+        with self.directory() as path:
+            pending = contender.save(workload.state, path / "save")
+            if pending is not None:
+                pending.wait_staged()
+            workload.advance()
+            wait_durable(pending)
+            workload.set_version(version)
+            loaded = contender.load(path / "save", workload.blank())
+            return differences(workload.state, loaded)
+
+    def _say(self, shape: str, rows: dict[str, dict[str, Any]], limits: DeviceLimits) -> None:
+        gigabytes = limits.nbytes / 1e9
+        print(
+            f"{shape}: {gigabytes:.2f} GB; copy to pinned memory {limits.copy_s * 1e3:.1f} ms,"
+            f" raw write {limits.write_s:.3f} s"
         )
-        self.found[kind][shape] = asdict(report)
-        self.store()
-        print(rendered(report, columns, f"{kind} of {shape}: median [quartiles] of the rounds\n"))
-
-
-def contenders_on(device: str) -> list[Contender]:
-    """Everybody, with stock's stager set as stock sets it."""
-    options = staging(shared=True, pinned=device == "cuda")
-    stager = DcpAsyncSave("dcp.async_save pinned stager", staging=options)
-    return [*(each for each in all_contenders() if not each.name.startswith("dcp.async")), stager]
-
-
-class DeviceSaves(Saves):
-    """Saves of a state on a device, each after all that was queued there; and training."""
-
-    def __init__(self, workload: Workload, directory: Path, group: Group, device: str) -> None:
-        super().__init__(workload, directory, group)
-        self._limits = DeviceLimits(workload.nbytes, device)
-        self._steps = Steps(device, workload) if workload.shape == "large" else None
-        if self._steps is not None:
-            self._steps.run(None)
-
-    def warm(self) -> None:
-        gc.collect()
-        self._limits.synchronize()
-
-    def limits(self) -> Sample:
-        """Copies off the device, and writes, of as many bytes as a save."""
-        with self.fresh() as path:
-            return {**self._limits.copied(), **self._limits.written(path, self.directory)}
-
-    def timed(self, contender: Contender, path: Path) -> Sample:
-        """And by how much longer a stretch of training takes with a save at its beginning."""
-        path.mkdir()
-        sample = super().timed(contender, path / "save")
-        if self._steps is not None:
-            gc.collect()
-            without_s = self._steps.run(None)
-            with_s = self._steps.run(
-                lambda: contender.save(self.workload.state, path / "in training")
-            )
-            sample["longer_s"] = with_s - without_s
-        return sample
-
-    def untimed(self, contender: Contender, path: Path) -> Sample:
-        super().timed(contender, path)
-        return {}
-
-
-class DeviceLoads(Loads):
-    """Loads into tensors of a device, from files that are in the page cache."""
-
-    def __init__(self, workload: Workload, directory: Path, device: str) -> None:
-        super().__init__(workload, directory)
-        self._limits = DeviceLimits(workload.nbytes, device)
-
-    def prepare(self, path: Path, *, cold: bool) -> float:
-        bring_in(files_below(path))
-        nostall.CachedMetadataFileSystemReader.clear_metadata_cache()
-        gc.collect()
-        self._limits.synchronize()
-        return 1.0
-
-    def awaited(self, contender: LoadContender) -> LoadContender:
-        """The contender, which is done when the values are on the device."""
-
-        def load(into: State, path: Path) -> None:
-            contender.load(into, path)
-            self._limits.synchronize()
-
-        return replace(contender, load=load)
-
-    def limits(self) -> tuple[Callable[[], Sample], ...]:
-        """A function that measures copies onto the device; nothing is loaded cold."""
-        return (self._limits.uploaded,)
+        for name, row in rows.items():
+            if row["error"] is None:
+                blocked, durable = (
+                    statistics.median(row[key]) for key in ("blocked_s", "durable_s")
+                )
+                verdict = "WRONG" if row["wrong"] else "same"
+                print(
+                    f"  {name:30} blocked {blocked * 1e3:8.1f} ms {blocked / limits.copy_s:6.2f},"
+                    f" durable {durable:7.3f} s {durable / limits.write_s:6.2f}, {verdict}"
+                    f"{_said_of_training(row)}"
+                )
+            else:
+                print(f"  {name:30} {row['error']:.100}")
 
 
 class Steps:
@@ -311,38 +414,73 @@ class Steps:
         return took_s
 
 
+def _said_of_training(row: dict[str, Any]) -> str:
+    trained = row.get("training_s")
+    if not trained:
+        return ""
+    longer_s = statistics.median(with_s - without_s for without_s, with_s in trained)
+    step_s = statistics.median(without_s for without_s, _ in trained)
+    return f"; training of {step_s * 1e3:.0f} ms takes {longer_s * 1e3:.1f} ms longer"
+
+
 class DeviceLimits:
-    """The machine's limits for so many bytes: copies off the device and onto it, and writes."""
+    """The machine's limits for so many bytes: copies off the device, and writes."""
 
     def __init__(self, nbytes: int, device: str) -> None:
-        self.synchronize: Callable[[], None] = torch.get_device_module(device).synchronize
+        self.nbytes = nbytes
+        self.samples: dict[str, Any] = {
+            "pinned_copy_s": [],
+            "raw_write_s": {},
+        }
+        self._module = torch.get_device_module(device)
         self._on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
         self._pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
         pages = fast_pages(nbytes)
         torch.frombuffer(pages, dtype=torch.uint8).fill_(1)
         self._writes = RawWrites(pages, nbytes)
 
-    def copied(self) -> Sample:
-        """The fastest of three copies into pinned memory."""
-        return self._fastest(self._pinned, self._on_device)
+    def measure(self, directory: Path) -> None:
+        self.samples["pinned_copy_s"].append(min(self._copied_s() for _ in range(3)))
+        wrote = self._writes.measure(directory / "raw", lambda: sync(directory))
+        for setting, seconds in wrote.items():
+            self.samples["raw_write_s"].setdefault(setting, []).append(seconds)
 
-    def uploaded(self) -> Sample:
-        """The fastest of three copies from pinned memory."""
-        return self._fastest(self._on_device, self._pinned)
+    def _copied_s(self) -> float:
+        return self._took_s(self._pinned, self._on_device)
 
-    def written(self, path: Path, directory: Path) -> Sample:
-        """Raw writes of each setting, when nothing else is to be written."""
-        return self._writes.measure(path, lambda: sync(directory))
-
-    def _fastest(self, into: torch.Tensor, source: torch.Tensor) -> Sample:
-        return {"pinned copy_s": min(self._took_s(into, source) for _ in range(3))}
+    def uploaded_s(self) -> float:
+        """Seconds of one copy of all bytes from pinned memory onto the device."""
+        return self._took_s(self._on_device, self._pinned)
 
     def _took_s(self, into: torch.Tensor, source: torch.Tensor) -> float:
-        self.synchronize()
+        self._module.synchronize()
         started = time.perf_counter()
         into.copy_(source, non_blocking=True)
-        self.synchronize()
+        self._module.synchronize()
         return time.perf_counter() - started
+
+    @property
+    def copy_s(self) -> float:
+        """The median copy."""
+        return float(statistics.median(self.samples["pinned_copy_s"]))
+
+    @property
+    def write_s(self) -> float:
+        """The median of the fastest way to write."""
+        ways = self.samples["raw_write_s"].values()
+        return min(map(statistics.median, ways), default=math.nan)
+
+
+def _ratios(rows: dict[str, dict[str, Any]], limits: DeviceLimits) -> dict[str, dict[str, float]]:
+    """Medians of every contender over the limits."""
+    return {
+        name: {
+            "blocked / pinned copy": statistics.median(row["blocked_s"]) / limits.copy_s,
+            "durable / raw write": statistics.median(row["durable_s"]) / limits.write_s,
+        }
+        for name, row in rows.items()
+        if row["durable_s"]
+    }
 
 
 if __name__ == "__main__":
