@@ -281,7 +281,8 @@ def _seen(
     try:
         inventory = read_inventory(files, with_items=deep)
     except (FileNotFoundError, NotADirectoryError):
-        note = why_no_checkpoint(directory)
+        # Only a deep look may take the time to search below the directory.
+        note = why_no_checkpoint(directory) if deep else "no checkpoint was committed here"
         return Verification(path=directory, state=State.NOT_THERE, note=note)
     except UnknownMetadataError:
         raise

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from nostall._commit.columns import Results
 from nostall._commit.metadata import PLANS_KEY, local_plans_in
@@ -344,6 +346,26 @@ def test_frameworks_can_drive_a_cache_by_hand(tmp_path: Path) -> None:
     _, filled_in, _ = cache.prepare_save_state_dict_ret(0, 0, (writer, None, wrapper))
     assert filled_in.state_dict_metadata == metadata.state_dict_metadata
     assert cache.prepare_save_state_dict_ret(1, 0, (writer, None, wrapper))[1] is None
+
+
+class OneTooFew(DefaultSavePlanner):
+    """Leaves out the last rank."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans[:-1], metadata
+
+
+def test_a_rank_whose_share_is_missing_still_plans_alone(tmp_path: Path) -> None:
+    """All have agreed on loaded plans: a rank that fails then must not wait for the others."""
+    planning.save(tmp_path / "a", small_state(1), CheckpointMetadataCache())
+    cache = CheckpointMetadataCache()
+    loaded = CachedMetadataFileSystemReader(tmp_path / "a").read_metadata()
+    cache.set_cached_global_metadata(loaded)
+    failed = planning.plan(tmp_path / "b", small_state(2), cache, OneTooFew())
+    assert cache.get_metadata_caching_status() == (True, True)
+    with pytest.raises(CheckpointException, match="IndexError"):
+        failed.finish()
 
 
 def test_a_frameworks_own_metadata_is_not_changed(tmp_path: Path) -> None:

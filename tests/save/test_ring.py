@@ -21,6 +21,7 @@ from nostall._memory import snapshot
 from nostall._memory.arena import Block
 from nostall._model.values import Layout
 from nostall.core import AsyncCallsQueue
+from nostall.errors import ReservationError
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.faults import Fault, inject, writer_pids
@@ -29,6 +30,7 @@ from support.states import (
     blobs_by_stock,
     save_in_background,
     save_now,
+    save_split,
     schedule,
     shard_files,
 )
@@ -166,6 +168,22 @@ def test_snapshots_after_a_ring_are_right(
             assert blobs(tmp_path / f"async {number}") == expected
             assert blobs(tmp_path / f"sync {number}") == expected
     assert len(prepared) == preparations
+
+
+def test_a_ring_does_with_memory_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the host has no more, the block of the last snapshot serves a synchronous save."""
+    nostall.configure(EngineOptions(chunk_nbytes=PAGE, io_threads=2))
+    state = {f"t{n}": torch.randn(20_000) for n in range(5)}
+    save_split(tmp_path / "async", state)
+
+    def refuse(_: object, nbytes: int) -> None:
+        raise ReservationError("no more", nbytes=nbytes)
+
+    monkeypatch.setattr(Block, "__init__", refuse)
+    save_now(tmp_path / "sync", state)
+    assert shard_files(tmp_path / "sync") == shard_files(tmp_path / "async")
 
 
 # --- in waves -------------------------------------------------------------------------------------

@@ -262,7 +262,7 @@ def why_no_checkpoint(path: str) -> str:
         return f"no checkpoint was committed here{found_instead(path)}"
     if os.path.exists(path):
         return "a file, not the directory of a checkpoint"
-    in_the_way = why_no_directory(os.path.abspath(path))
+    in_the_way, _, _ = (why_no_directory(os.path.abspath(path)) or "").partition(";")
     return "there is no such directory" + (f"; {in_the_way}" if in_the_way else "")
 
 

@@ -154,10 +154,10 @@ def plan_together(
         assert cache.last_save is not None  # agreed on, too
         try:
             made = global_plan_of(loaded, writer, planner)
+            final = _applied(made.final[coordination.rank], local)
         except Exception:  # all ranks agreed to plan alone, so this one must, too
             _keep(cache, identity, local, local, None, validated=True)
             raise
-        final = made.final[coordination.rank]
         mine = _FinalPlan(save=cache.last_save, final=final, validated=True, failures={})
     else:
         sent: CompactPlan | _torch.WrappedException
@@ -171,13 +171,17 @@ def plan_together(
         mine = coordination.scatter(answers)
     if mine.final is None or not isinstance(local, SavePlan):
         raise exception_for(mine.failures, step="plan", on_coordinator=coordination.is_coordinator)
-    final = mine.final.applied_to(local) if isinstance(mine.final, PlanShare) else mine.final
+    final = _applied(mine.final, local)
     made = made if coordination.is_coordinator else None
     if cache is None:
         return final, None if made is None else made.metadata, mine.save
     cache.last_save = mine.save
     metadata = _keep(cache, identity, local, final, made, validated=mine.validated)
     return final, metadata, mine.save
+
+
+def _applied(final: PlanShare | SavePlan, local: SavePlan) -> SavePlan:
+    return final.applied_to(local) if isinstance(final, PlanShare) else final
 
 
 @gc_paused()

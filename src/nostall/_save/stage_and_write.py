@@ -92,7 +92,7 @@ def _changed(planned: PlannedSave) -> list[str]:
         if form is not None and isinstance(source, torch.Tensor):
             try:
                 require_unchanged(source, form.dtype, form.size)
-            except ValueError:
+            except Exception:  # tensor subclasses can raise anything
                 names.append(shape.fqn)
     return names
 

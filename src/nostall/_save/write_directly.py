@@ -28,7 +28,7 @@ from nostall._save.prepared import PreparedSave
 from nostall._save.stage_and_write import in_thread, job_of, lease_for, stage, wait_for, write_here
 from nostall._writer.files import perform
 from nostall._writer.seals import Window
-from nostall.errors import StagingError
+from nostall.errors import ReservationError, StagingError
 
 
 def write_directly(prepared: PreparedSave, engine: Engine) -> RankReport:
@@ -50,7 +50,10 @@ def write_directly(prepared: PreparedSave, engine: Engine) -> RankReport:
         snapshot = stage(prepared, engine, beyond_limit=beyond_limit)
         return write_here(snapshot, prepared.target, engine)
     nbytes = threads * buffer_nbytes
-    lease = lease_for(prepared, engine, nbytes, beyond_limit=beyond_limit, as_buffer=True)
+    try:
+        lease = lease_for(prepared, engine, nbytes, beyond_limit=beyond_limit, as_buffer=True)
+    except ReservationError:  # then a block that is prepared for a snapshot has to do
+        lease = lease_for(prepared, engine, nbytes, beyond_limit=beyond_limit)
     target, lease = prepared.target, engine.arena.adopt(lease)
 
     def write(cancelled: threading.Event) -> RankReport:

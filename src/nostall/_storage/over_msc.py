@@ -33,12 +33,13 @@ class MscStorage(ObjectStorage):
     def replace(
         self, name: str, content: Sequence[bytes | memoryview], *, expected: Version | None
     ) -> None:
+        nbytes = sum(map(len, content))
         with _errors_at(self.where(name)):
-            if expected is None:
+            if expected is None and nbytes > self.least_part(nbytes):
                 self._client.upload_file(self._key(name), as_stream(_Pieces(content)))
                 return
             with self._lock:
-                if version_of(self.stat, name) != expected:
+                if expected is not None and version_of(self.stat, name) != expected:
                     raise Conflict(self.where(name))
                 self._client.write(self._key(name), b"".join(content))
 
@@ -87,12 +88,14 @@ class _Pieces:
         self.stat = Stat(sum(map(len, self._pieces)), ABSENT, 0.0, 0.0)
 
     def read_into(self, offset: int, *memories: memoryview) -> int:
-        begin = offset
+        at = offset
         for memory in memories:
-            content = b"".join(between(self._pieces, offset, offset + len(memory)))
-            memory[: len(content)] = content
-            offset += len(content)
-        return offset - begin
+            left = memory
+            for piece in between(self._pieces, at, at + len(memory)):
+                left[: len(piece)] = piece
+                left = left[len(piece) :]
+            at += len(memory) - len(left)
+        return at - offset
 
     def close(self) -> None:
         """Nothing to release."""
