@@ -411,7 +411,9 @@ def dtype_named(name: str) -> torch.dtype | None:
     """The dtype that a pickle of a tensor names, or whose storage it names, if it is one."""
     found = getattr(torch, name, None)
     dtype = getattr(found, "_dtype", found)  # a storage's ``dtype`` warns that it is deprecated
-    return dtype if isinstance(dtype, torch.dtype) else None
+    # Torch crashes when it copies quantized values without their scale.
+    is_plain = isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
+    return dtype if is_plain else None
 
 
 def storage_without_values(dtype: torch.dtype | None) -> Any:

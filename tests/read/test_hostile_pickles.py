@@ -116,6 +116,14 @@ def test_a_hostile_tensor_is_refused(tmp_path: Path, name: str, way: str) -> Non
     assert not ran.exists()
 
 
+def test_values_that_end_too_early_are_not_read_past(tmp_path: Path) -> None:
+    """Also where only ``torch.load`` understands a tensor: that of torch 2.9 does not look."""
+    image = torch.ones(2, 3, 40, 50).to(memory_format=torch.channels_last)
+    forged({"x": image}, "x", with_too_few_values, tmp_path)
+    with pytest.raises(DamagedCheckpointError, match="its values have 47996 bytes, not 48000"):
+        nostall.load({"x": torch.zeros_like(image)}, tmp_path)
+
+
 def test_a_file_to_convert_is_not_trusted(tmp_path: Path) -> None:
     """Files of ``torch.save`` come from others, too."""
     ran = tmp_path / "ran"

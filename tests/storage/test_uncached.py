@@ -23,7 +23,6 @@ from torch.distributed import checkpoint as dcp
 import nostall
 from benchmarks.machine import bring_in, cached_pages, cached_share, drop
 from nostall import filesystem_reader
-from nostall._ranks.group import Coordination
 from nostall._storage import uncached
 from nostall._storage.uncached import UncachedFiles, UncachedSource, is_cached
 from nostall.errors import ReadError
@@ -417,8 +416,6 @@ def test_ranks_that_may_read_the_same_share_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of eight ranks on a host to need a file reads it from storage for all."""
-    several = Coordination()
-    several.world_size = 8
-    monkeypatch.setattr(filesystem_reader, "coordination_for", lambda _: several)
+    monkeypatch.setattr(filesystem_reader, "_place_of_this_rank", lambda: (0, 8))
     _, after = _load_cold(tmp_path)
     assert after > 0.9

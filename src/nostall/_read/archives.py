@@ -267,7 +267,11 @@ def _parsed(stream: BinaryIO, nbytes: int) -> Form:
             raise Unusual
         content = archive.read(pickled)
     require_simple(content)
-    plain = _Unpickler(io.BytesIO(content)).load()
+    unpickler = _Unpickler(io.BytesIO(content))
+    plain = unpickler.load()
+    if values.file_size < unpickler.stored_nbytes:  # torch 2.9 would read past their end
+        what = f"its values have {values.file_size} bytes, not {unpickler.stored_nbytes}"
+        raise Contradictory(what)
     if (
         type(plain) is not torch.Tensor
         or not plain.is_contiguous()
@@ -304,6 +308,9 @@ def require_simple(content: bytes) -> None:
 class _Unpickler(pickle.Unpickler):
     """Unpickles a tensor of strided memory without its values; makes nothing else."""
 
+    stored_nbytes = 0
+    """What the values take up, as the pickle has it."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _torch.REBUILD_TENSORS:
             return super().find_class(module, name)
@@ -316,9 +323,10 @@ class _Unpickler(pickle.Unpickler):
         raise Unusual
 
     def persistent_load(self, pid: Any) -> Any:
-        kind, dtype, key, _, _ = pid
+        kind, dtype, key, _, count = pid
         if (kind, key) != ("storage", "0"):
             raise Unusual
+        self.stored_nbytes = count * (1 if dtype is None else dtype.itemsize)
         return _torch.storage_without_values(dtype)
 
 
