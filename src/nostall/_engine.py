@@ -334,7 +334,7 @@ def configure(options: EngineOptions) -> None:
 
 
 def status() -> tuple[SaveStatus | LoadStatus, ...]:
-    """Progress of this process's saves, and of loads by nostall's readers, oldest first.
+    """Progress of this process's saves, and of loads by nostall's readers, each oldest first.
 
     Callable from any thread, without waiting.
     """

@@ -83,7 +83,7 @@ def test_a_planners_own_values_do_not_lie_where_tensors_were_staged(
 
 
 def test_a_tensor_that_has_lost_its_memory_after_planning_is_named(tmp_path: Path) -> None:
-    """Of many tensors, the one whose data was freed or replaced too early."""
+    """The error has the one of many tensors whose data was freed or replaced too early."""
     state = {"kept": torch.zeros(1 << 20), "freed": torch.zeros(1 << 20)}
     writer = FileSystemWriterAsync(tmp_path / "saved")
     save_state_dict_async_plan(state, writer)

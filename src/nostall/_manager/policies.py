@@ -24,9 +24,9 @@ class StepRecord:
 
     step: int
     committed_at_s: float
-    """Seconds since the epoch, as in the manifest; without one, by the clock of storage."""
+    """Seconds since the epoch, as in the manifest if it was read; else by the clock of storage."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The metrics that were saved with it; empty if no policy reads metrics."""
+    """The metrics that were saved with it; empty if no policy needs a step's files."""
 
 
 class Policy(Protocol):

@@ -51,7 +51,7 @@ class Retention:
         """Steps whose files were read."""
         self._has_warned = False
         self._what = "steps were"
-        """What is being removed, for messages."""
+        """Names what is being removed in messages."""
         self._next: Callable[[], object] | None = None
         """The removal to begin when the present one is over."""
         self._removal: Future[None] = Future()

@@ -309,7 +309,7 @@ class _Unpickler(pickle.Unpickler):
     """Unpickles a tensor of strided memory without its values; makes nothing else."""
 
     stored_nbytes = 0
-    """What the values take up, as the pickle has it."""
+    """Bytes of the values, as the pickle has it."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _torch.REBUILD_TENSORS:

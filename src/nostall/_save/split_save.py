@@ -263,7 +263,7 @@ class SplitSave(BackgroundSave):
             is_written = isinstance(report, RankWritten) and self.progress.to(SaveState.WRITTEN)
             if is_written and (early := self.early) is not None:
                 early.begin()  # before the queue asks whether it is in progress
-        finally:  # also if removing a file fails, for lack of memory, say
+        finally:  # also for lack of memory, say
             super()._settle(report)
 
     def discard(self, *, is_certain: bool = False) -> None:
