@@ -95,11 +95,13 @@ class Engine:
             _keep(self._layouts, key, layout)
         return with_naming(layout, naming)
 
-    def lease(self, nbytes: int, **options: bool) -> Lease:
+    def lease(self, nbytes: int, *, beyond_limit: bool = False, as_buffer: bool = False) -> Lease:
         """Snapshot memory; see :meth:`nostall._memory.arena.Arena.lease`."""
         timeout_s = self.options.save_timeout_s
         self._await_reservation(self._reserving, timeout_s)
-        lease = self.arena.lease(nbytes, timeout_s=timeout_s, **options)
+        lease = self.arena.lease(
+            nbytes, timeout_s=timeout_s, beyond_limit=beyond_limit, as_buffer=as_buffer
+        )
         # Not when the block is made: a warmed-up block may be older than the CUDA context.
         with self._lock:
             self._pinning.pin(lease.block)

@@ -50,8 +50,8 @@ class Retention:
         self._known: dict[tuple[int, float], StepRecord] = {}
         """Steps whose files were read."""
         self._has_warned = False
-        self._what = "steps were"
-        """Names what is being removed in messages."""
+        self._removing = "steps were"
+        """The step that is being removed, in messages; else all steps."""
         self._next: Callable[[], object] | None = None
         """The removal to begin when the present one is over."""
         self._removal: Future[None] = Future()
@@ -107,9 +107,9 @@ class Retention:
             work()
         except Exception as error:  # nothing is lost; the next commit begins another pass
             message = "%s not removed below %s; the next commit tries again: %s"
-            _log.warning(message, self._what, self._steps.root, error)
+            _log.warning(message, self._removing, self._steps.root, error)
         finally:
-            self._what = "steps were"
+            self._removing = "steps were"
             done.set_result(None)
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -125,7 +125,7 @@ class Retention:
                 return
             self._go_on()
         raise SaveTimeoutError(
-            f"{self._what} not removed within {timeout_s:g} s",
+            f"{self._removing} not removed within {timeout_s:g} s",
             phase="remove",
             path=self._steps.root,
             hint="storage hangs or is slow; the next commit tries again",
@@ -152,6 +152,6 @@ class Retention:
             stay = in_progress.union(self.own[-1:])
             least = 2 if in_progress else 1
             if len(left) > least and step not in stay:
-                self._what = f"step {step} was"
+                self._removing = f"step {step} was"
                 if self._steps.remove(step):
                     left.discard(step)

@@ -45,6 +45,7 @@ from nostall._model.values import RankFiles, SaveId, WrittenFile
 from nostall._plan.agree import new_series, replanned_metadata
 from nostall._ranks.failures import sendable
 from nostall._save.plans_by_name import NamedGlobalPlan
+from nostall._save.prepared import WrittenItems
 from nostall._save.publish import FinishedSave, is_unpublished, publish, remove_unpublished
 from nostall._storage.deadlines import call_with_deadline
 from nostall._storage.locations import is_same, storage_at
@@ -266,7 +267,7 @@ def commit_results(
 
 def _files_in(results: list[WriteResult]) -> set[str]:
     """Names of the files of a rank's results."""
-    outcome = getattr(results, "outcome", None)
+    outcome = results.outcome if isinstance(results, WrittenItems) else None
     # Results of a user's writer may not name files: then they stay, and the first error is raised.
     named = (getattr(each.storage_data, "relative_path", "") for each in results)
     return {*named} if outcome is None else {*outcome.files}
@@ -278,7 +279,8 @@ def _publication_by_dcp(
 ) -> Publication:
     """The publication of results that DCP has collected; ranks may refer to earlier ones."""
     outcomes: list[RankOutcome] = [
-        getattr(each, "outcome", None) or Results(items=in_columns(each), files=(), token=None)
+        (each.outcome if isinstance(each, WrittenItems) else None)
+        or Results(items=in_columns(each), files=(), token=None)
         for each in results
     ]
     plan_lock, known = (
@@ -286,8 +288,8 @@ def _publication_by_dcp(
     )
     with plan_lock:
         filled_in: list[Any] = known.fill_in(outcomes)
-        for failure, *_ in collect(filled_in).values():
-            raise failure
+        if failures := collect(filled_in):
+            raise next(iter(failures.values()))[0]
         planned = planned if plan is None else plan.as_planned(planned)
         return _publication(planned, outcomes, filled_in, known)
 

@@ -90,10 +90,12 @@ def _changed(planned: PlannedSave) -> list[str]:
     share, names = planned.share, []
     for shape, form, source in zip(share.shapes, share.forms, planned.sources, strict=True):
         if form is not None and isinstance(source, torch.Tensor):
-            try:
-                require_unchanged(source, form.dtype, form.size)
-            except Exception:  # tensor subclasses can raise anything
-                names.append(shape.fqn)
+            # A tensor subclass may raise anything else, which says nothing of a change.
+            with suppress(Exception):
+                try:
+                    require_unchanged(source, form.dtype, form.size)
+                except ValueError:
+                    names.append(shape.fqn)
     return names
 
 
@@ -166,10 +168,17 @@ def _require_going(
             raise error_of(report, job=prepared.target.job)
 
 
-def lease_for(prepared: PreparedSave, engine: Engine, nbytes: int, **options: bool) -> Lease:
+def lease_for(
+    prepared: PreparedSave,
+    engine: Engine,
+    nbytes: int,
+    *,
+    beyond_limit: bool,
+    as_buffer: bool = False,
+) -> Lease:
     """Memory of the engine for a snapshot; errors name the save."""
     try:
-        return engine.lease(nbytes, **options)
+        return engine.lease(nbytes, beyond_limit=beyond_limit, as_buffer=as_buffer)
     except NostallError as error:
         error.rank, error.job = prepared.target.settings.rank, prepared.target.job
         raise
