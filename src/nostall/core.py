@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from typing_extensions import Self
 
 from nostall._engine import default_engine
+from nostall._model.names import also_named
 from nostall._model.threads import is_done, uninterrupted
-from nostall._model.wording import also_named
 from nostall._queue.callers import (
     ActiveCall,
     AsyncCaller,
@@ -164,8 +164,8 @@ class AsyncCallsQueue:
         """Take the snapshot, start the request and return its index.
 
         Requests of other classes are taken by their fields, of which the first three are needed.
-        The trainer may then change its tensors. A failure to take the snapshot is raised on every
-        rank when the request is finalised.
+        The trainer may then change its tensors, with overlapped staging by an optimizer's step. A
+        failure to take the snapshot is raised on every rank when the request is finalised.
 
         Raises:
             StagingError: A callable that is not nostall's own cannot be sent to another process.

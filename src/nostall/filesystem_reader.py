@@ -23,10 +23,9 @@ from torch.futures import Future
 from nostall import _torch
 from nostall._commit.commit import why_no_checkpoint
 from nostall._commit.description import Description, describe
-from nostall._model.names import AS_SAFETENSORS
+from nostall._model.names import AS_SAFETENSORS, counted
 from nostall._model.progress import ReadCounter, listed
 from nostall._model.threads import gc_paused, interruptible, uninterrupted
-from nostall._model.wording import counted
 from nostall._ranks.group import TorchGroup, require_members
 from nostall._read.plan import FileSpan, Form, Wanted, chunk_of, nbytes_by_archive
 from nostall._read.planner import Planner

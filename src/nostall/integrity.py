@@ -24,9 +24,8 @@ from nostall._commit.checking import (
 )
 from nostall._commit.commit import committed_latest_first, why_no_checkpoint
 from nostall._model.checksum import use_fastest
-from nostall._model.names import METADATA_NAME, is_metadata_of_one_rank
+from nostall._model.names import METADATA_NAME, counted, is_metadata_of_one_rank
 from nostall._model.progress import ReadCounter
-from nostall._model.wording import counted
 from nostall._storage.locations import is_address, place_of, require_possible, storage_at
 from nostall._storage.port import Files, Version, reason
 from nostall.errors import (

@@ -548,7 +548,7 @@ def _validated(state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[s
     except (ArithmeticError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise OptionError(
             f"invalid metrics={metrics!r:.200}: {error}", hint='use {"loss": 0.5}'
-        ) from error
+        ) from None
 
 
 def _interval_of(save_every: int | timedelta | None) -> int | timedelta | None:

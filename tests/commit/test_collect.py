@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nostall._commit.commit import collect, require_all_present, require_one_result_each
+from nostall._commit.commit import failures_in, require_all_present, require_one_result_each
 from nostall.errors import IncompleteSaveError
 
 OUTCOMES = st.one_of(
@@ -20,7 +20,7 @@ OUTCOMES = st.one_of(
 def test_a_save_is_committed_only_if_every_rank_wrote_everything(outcomes: list[Any]) -> None:
     """One failed rank aborts the save, and every failed rank is named."""
     failed = {rank: one for rank, one in enumerate(outcomes) if isinstance(one, tuple)}
-    assert collect(outcomes) == failed
+    assert failures_in(outcomes) == failed
 
 
 NAMES = st.lists(st.sampled_from("abcdef"), max_size=8)

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import cache
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -280,6 +281,14 @@ def messages(source: str) -> Iterator[str]:
             yield "".join(map(str, parts))
         elif isinstance(node, ast.Constant) and id(node) not in docstrings:
             yield re.sub(r"%(\.\d+f|[sdgr])", "…", str(node.value))
+
+
+def test_the_readme_names_the_extras_that_there_are() -> None:
+    """pip only warns of another name, and installs nothing for it."""
+    readme = (ROOT / "README.md").read_text()
+    (others,) = re.findall(r"Other extras:(.*?)\.\n", readme, re.DOTALL)
+    named = {"fast", *re.findall(r"`(\w+)`", others)}
+    assert named == set(metadata("nostall").get_all("Provides-Extra") or ())
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code() -> None:

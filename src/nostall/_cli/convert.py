@@ -23,8 +23,7 @@ import torch.distributed.checkpoint as dcp
 from nostall import _torch
 from nostall._cli.items import Item, damage_of, open_checkpoint, require_covered
 from nostall._cli.output import Answer, progress
-from nostall._model.names import METADATA_NAME, SAFETENSORS_SUFFIX, SHARD_SUFFIX
-from nostall._model.wording import counted, some
+from nostall._model.names import METADATA_NAME, SAFETENSORS_SUFFIX, SHARD_SUFFIX, counted, some
 from nostall._read.archives import unloadable
 from nostall._storage.damage import ChecksumMissing, NoArchive, damage_of_container
 from nostall._storage.locations import is_address, storage_at

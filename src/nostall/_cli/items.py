@@ -31,8 +31,7 @@ from nostall._cli.output import (
 from nostall._commit.commit import why_no_checkpoint
 from nostall._commit.manifest import Manifest, split
 from nostall._commit.metadata import extents_of, load_metadata
-from nostall._model.names import METADATA_NAME
-from nostall._model.wording import counted, some
+from nostall._model.names import METADATA_NAME, counted, some
 from nostall._storage.locations import storage_at
 from nostall._storage.port import PartStream, open_to_read, read_metadata
 from nostall.errors import DamagedCheckpointError, OptionError

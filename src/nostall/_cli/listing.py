@@ -42,16 +42,18 @@ from nostall._manager.policies import (
     Policy,
     StepRecord,
     metrics_in,
+    reads_files,
     unseen_metrics,
 )
 from nostall._model.names import (
     METADATA_NAME,
+    counted,
     is_metadata_of_one_rank,
     is_ours_to_remove,
     order_of_commit,
+    some,
     step_in,
 )
-from nostall._model.wording import counted, some
 from nostall._storage.locations import is_address, place_of, storage_at
 from nostall._storage.port import PartStream, Stat, leaves_open, may_have, open_to_read
 from nostall.errors import (
@@ -412,7 +414,7 @@ def reasons(checkpoints: Iterable[Listed], policies: Mapping[str, Policy]) -> di
     records = []
     for step, each in sorted(by_step.items()):
         about = None
-        if any(policy.reads_metrics for policy in policies.values()):
+        if any(map(reads_files, policies.values())):
             from nostall._manager.contents import read_about
 
             with suppress(FileNotFoundError):  # removed meanwhile

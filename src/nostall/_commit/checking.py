@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nostall._commit.manifest import manifest_alone, manifest_of
-from nostall._model.names import METADATA_NAME
+from nostall._model.names import METADATA_NAME, some
 from nostall._model.values import WrittenFile
-from nostall._model.wording import some
 from nostall._storage.damage import ChecksumMissing, NoArchive, crc32_of_file, damage_of_container
 from nostall._storage.locations import storage_at
 from nostall._storage.port import (

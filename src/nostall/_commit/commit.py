@@ -1,8 +1,8 @@
 """How a save ends on the coordinator: a verdict on all ranks' reports, then the commit.
 
-A commit publishes the metadata of a save whose files are all durable. Only when the publication is
-durable, the files of the replaced checkpoint can be removed. What has been committed is found by
-its metadata: :func:`committed_latest_first`.
+A commit publishes the metadata of a save whose files are all complete and, unless files are not
+synced, durable. Only after it the files of the replaced checkpoint can be removed. What has been
+committed is found by its metadata: :func:`committed_latest_first`.
 
 Imports no torch.
 """
@@ -23,11 +23,12 @@ from nostall._commit.manifest import manifest_alone
 from nostall._model.names import (
     METADATA_NAME,
     OF_FILE_SYSTEM,
+    counted,
     is_metadata_of_one_rank,
     is_ours_to_remove,
     order_of_commit,
+    some,
 )
-from nostall._model.wording import counted, some
 from nostall._storage.locations import is_address, storage_at, why_no_directory
 from nostall._storage.port import (
     Conflict,
@@ -49,7 +50,7 @@ from nostall.errors import (
 _log = logging.getLogger("nostall")
 
 
-def collect(outcomes: Sequence[Any]) -> dict[int, Any]:
+def failures_in(outcomes: Sequence[Any]) -> dict[int, Any]:
     """The failures of ranks, by rank; a save is committed only if there are none.
 
     ``outcomes`` are, in rank order, write results or failures, the latter tuples of DCP's form.

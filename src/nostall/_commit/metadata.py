@@ -37,8 +37,7 @@ from nostall._commit.indexing import entries_and_places, read_index
 from nostall._commit.manifest import DAMAGED_HINT, split
 from nostall._commit.metadata_pickle import NAMES, unpickle
 from nostall._model.jobs import MOST_NBYTES
-from nostall._model.names import is_shard_name
-from nostall._model.wording import counted
+from nostall._model.names import counted, is_shard_name
 from nostall._storage.port import read_metadata
 from nostall.errors import (
     DamagedCheckpointError,
@@ -68,7 +67,8 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
             phase="read",
             path=path,
             hint=DAMAGED_HINT,
-        ) from error
+            cause=error,
+        ) from None
     if not isinstance(metadata, Metadata):
         raise _refused(f"the file holds a {type(metadata).__name__}", path)
     _require_entries(metadata, path)

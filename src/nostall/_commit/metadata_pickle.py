@@ -21,8 +21,8 @@ import torch
 from torch.distributed.checkpoint import metadata, planner
 
 from nostall import _torch
+from nostall._model.names import counted
 from nostall._model.threads import gc_paused
-from nostall._model.wording import counted
 from nostall.errors import UnknownMetadataError
 
 HINT = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 from nostall.errors import OptionError
 from nostall.options import is_possible_wait, require_integer
@@ -32,9 +32,6 @@ class StepRecord:
 class Policy(Protocol):
     """Names the steps that have to stay."""
 
-    reads_metrics: ClassVar[bool]
-    """Whether it looks at ``metrics``, which must be read from storage."""
-
     def keeps(self, records: Sequence[StepRecord]) -> Collection[int]:
         """The steps to keep.
 
@@ -54,7 +51,6 @@ class KeepLatest(Policy):
     """
 
     n: int
-    reads_metrics: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require_integer("n", self.n, at_least=1)
@@ -77,7 +73,6 @@ class KeepBest(Policy):
     n: int
     metric: str
     mode: Better = "min"
-    reads_metrics: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_integer("n", self.n, at_least=1)
@@ -108,7 +103,6 @@ class KeepEvery(Policy):
 
     steps: int | None = None
     seconds: float | None = None
-    reads_metrics: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
@@ -134,12 +128,11 @@ def policies_of(keep: Policy | Iterable[Policy] | None) -> tuple[Policy, ...]:
     """One policy, several or none."""
     policies = tuple(keep) if isinstance(keep, Iterable) else () if keep is None else (keep,)
     for policy in policies:
-        has_all = hasattr(policy, "keeps") and hasattr(policy, "reads_metrics")
-        if isinstance(policy, type) or not has_all:
+        if isinstance(policy, type) or not hasattr(policy, "keeps"):
             raise OptionError(
                 f"invalid keep={keep!r:.200}: {policy!r:.100} is not a policy",
                 hint="use KeepLatest(3), KeepBest(1, metric), KeepEvery(steps=1000), a list of"
-                " these, or an object with keeps(records) and reads_metrics",
+                " these, or an object with keeps(records)",
             )
     return policies
 

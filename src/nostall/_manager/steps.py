@@ -185,7 +185,7 @@ class StepDirectories:
                     phase="read",
                     path=self.path(step),
                     hint=f"committed steps: {[*self.look(self.committed)][-5:]}",
-                )
+                ) from None
             if later := [each for each in self.look(self.committed) if each > step]:
                 _log.warning(
                     "restoring step %d, although %s has later steps: %s. A restart resumes from"

@@ -37,8 +37,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nostall import _torch
 from nostall._memory import devices
 from nostall._memory.copying import Copies, Source, detach_all
+from nostall._model.names import counted
 from nostall._model.threads import is_done, spawn_in_torch, uninterrupted
-from nostall._model.wording import counted
 from nostall.errors import NostallError, SaveTimeoutError, StagingError
 
 T = TypeVar("T")

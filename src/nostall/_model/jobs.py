@@ -110,7 +110,7 @@ class RankWritten(NamedTuple):
 
 
 class RankFailed(NamedTuple):
-    """A rank's write failed; the files that it created are removed."""
+    """A rank's write failed. Whoever reports it has removed the files, or tried to."""
 
     rank: int
     failure: Failure

@@ -1,10 +1,16 @@
-"""Names of files in a checkpoint."""
+"""Names: of files in a checkpoint, in messages, and of keyword arguments."""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 METADATA_SUFFIX = ".metadata"
 METADATA_NAME = METADATA_SUFFIX
@@ -81,3 +87,40 @@ def is_shard_name(name: str) -> bool:
         and normal.split(os.sep)[0] not in (os.curdir, os.pardir)
         and not normal.endswith(METADATA_SUFFIX)
     )
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: ``1 file``, ``2 files``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def some(names: Sequence[str], most: int = 5) -> str:
+    """The first of some names, and the number of the others: ``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def also_named(**other_names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let callers pass a parameter by another keyword, too: ``also_named(ours="theirs")``.
+
+    ``inspect.signature`` shows theirs, for programs that look before they call.
+    """
+    import inspect  # here, as it delays the start of the writer process
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> T:
+            for ours, theirs in other_names.items():
+                if theirs in kwargs:
+                    kwargs[ours] = kwargs.pop(theirs)
+            return function(*args, **kwargs)
+
+        shown = inspect.signature(function)
+        renamed = [
+            each.replace(name=other_names.get(name, name))
+            for name, each in shown.parameters.items()
+        ]
+        call.__signature__ = shown.replace(parameters=renamed)  # type: ignore[attr-defined]  # see PEP 362
+        return call
+
+    return decorate

@@ -40,8 +40,8 @@ from typing import Any
 
 from nostall._model.checksum import ID_DIGITS, combine_hash
 from nostall._model.jobs import Seal
+from nostall._model.names import counted
 from nostall._model.values import Container, TensorEntry
-from nostall._model.wording import counted
 from nostall.errors import NostallError
 
 # --- containers of ``torch.save`` -----------------------------------------------------------------

@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.utils.serialization import config
 
 from nostall import _torch
-from nostall._model.names import FileFormat
+from nostall._model.names import FileFormat, some
 from nostall._model.values import Container, ItemShape, PlannedSave, Share, TensorEntry, TensorForm
-from nostall._model.wording import some
 from nostall._plan.formats import entry_of, with_seal
 from nostall.errors import StagingError
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from nostall._engine import default_engine
 from nostall._model.jobs import Failure, RankFailed
+from nostall._model.names import counted
 from nostall._model.threads import interruptible, is_done, uninterrupted
-from nostall._model.wording import counted
 from nostall._queue.python_worker import Outcome, PythonWorker, serialize_call
 from nostall._ranks.failures import error_of, failure_of, raise_everywhere
 from nostall._ranks.group import are_same_ranks, coordination_for
@@ -90,7 +90,7 @@ class AsyncRequest(NamedTuple):
     async_fn_args: tuple[Any, ...] | list[Any]
     """Its arguments; the result of ``preload_fn`` replaces index 1."""
     finalize_fns: list[Callable[[], Any]]
-    """Run in the trainer, in order, once every rank is done; never after a failure."""
+    """Run in the trainer, in order, once every rank is done; not after a failure that it knows."""
     async_fn_kwargs: dict[str, Any] | None = None
     """Its keyword arguments."""
     preload_fn: Callable[[], Any] | None = None
@@ -250,7 +250,7 @@ class Call:
 
 
 class AsyncCaller(ABC):
-    """Runs requests in the background, one after the other.
+    """Runs requests in the background, and ends them in their order.
 
     Subclasses choose the process for callables that are not nostall's own.
     """
@@ -264,7 +264,7 @@ class AsyncCaller(ABC):
         """The Python process that serves later calls, too."""
 
     def schedule_async_call(self, async_req: AsyncRequest) -> None:
-        """Take the snapshot and start the request; returns when the trainer may change its tensors.
+        """Take the snapshot, or begin it with overlapped staging, and start the request.
 
         Raises:
             StagingError: The request cannot be sent to another process.

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall._engine import default_engine
 from nostall._model.jobs import Failure
+from nostall._model.names import counted
 from nostall._model.threads import is_done
-from nostall._model.wording import counted
 from nostall._queue.callers import Call, committed_by
 from nostall._queue.sigterm import STATUS, is_interpreter_ending, preemption
 from nostall._ranks.agreement import PATIENCE_S, Question, Scheduled, View, leaving, share_failure

@@ -1,7 +1,8 @@
 """Agreement of ranks on the request to finalise, and the errors when they do not agree.
 
-A collective waits for ranks that do not join it, so every wait here has a deadline. Each rank
-announces the number of requests that it has scheduled; an error names the ranks that are behind.
+A collective waits for ranks that do not join it, so the waits here have deadlines; only errors that
+all ranks have agreed to exchange wait as long as the process group does. Each rank announces the
+number of requests that it has scheduled; an error names the ranks that are behind.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from nostall._model.wording import counted
+from nostall._model.names import counted
 from nostall._ranks.failures import failure_of, raise_everywhere
 from nostall._ranks.group import Coordination
 from nostall.errors import RankLostError, RankMismatchError, SaveTimeoutError

@@ -24,9 +24,9 @@ from typing import Any, BinaryIO
 import torch
 
 from nostall import _torch
+from nostall._model.names import some
 from nostall._model.progress import ReadCounter
 from nostall._model.threads import uninterrupted
-from nostall._model.wording import some
 from nostall._read.plan import Form, Wanted
 from nostall._storage.damage import ChecksumMissing, NoArchive, damage_of_container, is_to_blame
 from nostall._storage.port import PartStream, ReadableFiles

@@ -1,6 +1,6 @@
 """The items to read, how many bytes that takes, which items one read brings; and their targets.
 
-Values are read straight into a target whose memory has the form of the file: contiguous memory.
+Values go from the file into a target whose memory has the form of the file: contiguous memory.
 For any other target they are read into memory beside it, and brought from there (:func:`bring`).
 How memory of an accelerator is filled is the business of ``_memory.uploads``.
 

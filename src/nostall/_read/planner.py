@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from nostall import _torch
-from nostall._model.wording import some
+from nostall._model.names import some
 from nostall._read.archives import object_in
 from nostall.errors import OptionError
 

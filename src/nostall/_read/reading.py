@@ -1,4 +1,4 @@
-"""Read the items of a load plan: few large reads, straight into the tensors where that is possible.
+"""Read the items of a load plan: few large reads, into the tensors themselves if possible.
 
 The planner is called on one thread, as stock's reader calls it; only reads and checksums happen on
 others. Stock's planner, and that of ``nostall.load``, are asked for all tensors first. So it is

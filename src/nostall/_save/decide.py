@@ -29,7 +29,7 @@ from nostall._commit.columns import (
     in_columns,
 )
 from nostall._commit.commit import (
-    collect,
+    failures_in,
     require_all_present,
     require_one_directory,
     require_one_save,
@@ -136,7 +136,7 @@ class Ending:
     published: bool
     """Whether the metadata is published, or may be; after a failure, too."""
     changed: bool
-    """Whether the next save is planned together: a rank's structure changed, or the save failed."""
+    """Whether the next save is planned together: a rank's structure changed, or it failed."""
     series: int | None = None
     """A new series of identities, if ranks may count their saves differently."""
     slowest_rank: int | None = None
@@ -186,7 +186,7 @@ def _decide(
     of_ranks = decoded(messages)
     outcomes = [each.outcome for each in of_ranks]
     results: list[Any] = known.fill_in(outcomes)
-    if failures := collect(results):
+    if failures := failures_in(results):
         return None, Ending(failures=failures, published=False, changed=True)
     written = [each.written for each in of_ranks]
     _require_written_here(save, written)
@@ -288,7 +288,7 @@ def _publication_by_dcp(
     )
     with plan_lock:
         filled_in: list[Any] = known.fill_in(outcomes)
-        if failures := collect(filled_in):
+        if failures := failures_in(filled_in):
             raise next(iter(failures.values()))[0]
         planned = planned if plan is None else plan.as_planned(planned)
         return _publication(planned, outcomes, filled_in, known)

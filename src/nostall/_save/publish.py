@@ -1,4 +1,4 @@
-"""Publish the metadata of a checkpoint whose files are all durable: the last step of a save.
+"""Publish the metadata of a checkpoint whose files are all complete: the last step of a save.
 
 Runs on the coordinator. After a failure before the publication it is certain that no metadata
 refers to the files. Files that no metadata refers to afterwards may belong to a save that is about

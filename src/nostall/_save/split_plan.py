@@ -23,8 +23,8 @@ from nostall import _torch
 from nostall._commit.columns import CompactPlan, same_plan
 from nostall._commit.metadata import local_plans_in
 from nostall._commit.publication import KnownResults
+from nostall._model.names import also_named
 from nostall._model.values import SaveId
-from nostall._model.wording import also_named
 from nostall._plan.agree import (
     CachedPlans,
     GlobalPlan,

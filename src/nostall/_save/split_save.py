@@ -46,7 +46,7 @@ class BackgroundSave(ABC):
 
     @abstractmethod
     def stage(self) -> Any:
-        """Take the snapshot: the ``preload_fn``. When it returns, tensors may be changed."""
+        """Take the snapshot, or begin it with overlapped staging: the ``preload_fn``."""
 
     @abstractmethod
     def submit(self, snapshot: Any) -> Future[RankReport]:

@@ -30,10 +30,10 @@ from nostall._model.jobs import (
     WriteJob,
     page_aligned,
 )
+from nostall._model.names import some
 from nostall._model.progress import SaveState
 from nostall._model.threads import is_done, spawn_or_run
 from nostall._model.values import Layout, PlannedSave
-from nostall._model.wording import some
 from nostall._plan.layout import waves
 from nostall._ranks.failures import await_report, error_of, failure_of, joined, when_done
 from nostall._save.prepared import PreparedSave, SaveTarget

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
+from nostall._model.names import counted, some
 from nostall._model.threads import is_done, spawn_or_run
-from nostall._model.wording import counted, some
 from nostall._storage.directories import remove_unnamed
 from nostall._storage.locations import storage_at, why_no_directory
 from nostall._storage.port import may_have

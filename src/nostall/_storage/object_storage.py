@@ -30,6 +30,7 @@ class ObjectStorage(port.Storage):
     """
 
     publishes_conditionally = True
+    """The condition is on the put, or, in a store that has none, checked right before it."""
 
     def __init__(self, place: str) -> None:
         self._place = place

@@ -84,8 +84,8 @@ class PosixStorage:
         del nbytes
         return mmap.PAGESIZE
 
-    def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> ImageFile:
-        return ImageFile(self, name, nbytes, on_created)
+    def put(self, name: str, nbytes: int, *, on_created: Callable[[str], None]) -> NewFile:
+        return NewFile(self, name, nbytes, on_created)
 
     def flush(self) -> None:
         if self._sync:
@@ -260,7 +260,7 @@ def remove_draft(path: str, fd: int) -> None:
 # --- files that are written and read --------------------------------------------------------------
 
 
-class ImageFile:
+class NewFile:
     """A new file being written; several threads may write chunks at once.
 
     If the name is taken, a similar one is used. ``on_created`` is called with it as soon as the

@@ -28,9 +28,8 @@ from nostall._commit.commit import commit
 from nostall._commit.manifest import split
 from nostall._model import checksum
 from nostall._model.jobs import Failure, page_aligned
-from nostall._model.names import METADATA_NAME, is_draft, is_ours_to_remove
+from nostall._model.names import METADATA_NAME, counted, is_draft, is_ours_to_remove
 from nostall._model.values import WrittenFile
-from nostall._model.wording import counted
 from nostall._storage.damage import crc32_of_file
 from nostall._storage.locations import (
     is_address,

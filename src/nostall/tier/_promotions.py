@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from nostall._engine import default_engine
 from nostall._model.jobs import Failure, RankFailed
+from nostall._model.names import counted
 from nostall._model.threads import is_done, uninterrupted
-from nostall._model.wording import counted
 from nostall._queue.ending import end_with_a_loss, finish_all_at_exit
 from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import error_of, failure_of

@@ -15,10 +15,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from nostall import _torch
 from nostall._engine import default_engine
 from nostall._model.jobs import RankReport
-from nostall._model.names import METADATA_NAME
+from nostall._model.names import METADATA_NAME, counted
 from nostall._model.threads import spawn_or_run
 from nostall._model.values import RankFiles
-from nostall._model.wording import counted
 from nostall._save.prepared import PreparedSave, SaveTarget, WriterSettings, WrittenItems
 from nostall._save.rank_save import RankSave
 from nostall._save.stager import Staging
