@@ -70,7 +70,7 @@ class NostallError(Exception):
         path: File or directory concerned.
         job: Identifier of the save.
         hint: The next step for the user.
-        cause: What led to the refusal of a state, instead of a chained exception: the caller's line
+        cause: What led to some of the errors, instead of a chained exception: the caller's line
             comes first in the traceback then. Not sent to other processes.
     """
 

@@ -547,7 +547,7 @@ def _validated(state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[s
         return {str(name): float(value) for name, value in metrics.items()}
     except (ArithmeticError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise OptionError(
-            f"invalid metrics={metrics!r:.200}: {error}", hint='use {"loss": 0.5}'
+            f"invalid metrics={metrics!r:.200}: {error}", hint='use {"loss": 0.5}', cause=error
         ) from None
 
 

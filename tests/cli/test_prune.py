@@ -83,6 +83,9 @@ def test_the_best_steps_stay(tmp_path: Path, run: Run) -> None:
         "best=2:eval:loss:max": nostall.KeepBest(2, "eval:loss", "max")
     }
     assert manager.all_steps() == [1, 2, 3, 4]
+    for file in (tmp_path / "step-000000001").glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    assert run("prune", tmp_path, "--keep", "every=1h")[0] == 0  # times are in the manifests
 
 
 def test_what_is_not_complete_is_left(tmp_path: Path, run: Run) -> None:

@@ -50,6 +50,9 @@ def test_steps_are_saved_kept_and_restored(s3: S3Server, root: str) -> None:
         assert (restored.step, restored.extra) == (4, {"epoch": 4})
         assert torch.equal(torch.rand(3), drawn)
         assert torch.equal(other["model"].weight, state["model"].weight)
+        with pytest.raises(ReadError, match="step 9 is not committed") as refused:
+            manager.restore(other, step=9)
+        assert refused.value.__context__ is None  # nor that a directory does not exist
         first = manager.restore(other, step=1)
         assert first is not None
         assert first.step == 1

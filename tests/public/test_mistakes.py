@@ -288,8 +288,11 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_gets_one_paragraph(name: str, tmp_path: Path) -> None:
+def test_a_mistake_gets_one_paragraph(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It names what and where, ends with what to do, and no other traceback comes before it."""
+    monkeypatch.chdir(tmp_path)
     mistake, what, where, hint = MISTAKES[name]
     with pytest.raises((NostallError, CheckpointException)) as caught:
         mistake(tmp_path)
@@ -306,7 +309,5 @@ def test_a_mistake_gets_one_paragraph(name: str, tmp_path: Path) -> None:
     assert error.hint is not None
     assert hint in error.hint
     assert paragraph.endswith(f"({error.hint})")
-    if where:
-        place = where if ":/" in where else str(tmp_path / where)
-        assert error.path == place
-        assert f"path={place}]" in paragraph
+    place = where if ":/" in where else str(tmp_path / where)
+    assert error.path == (place if where else None)

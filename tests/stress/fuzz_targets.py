@@ -177,7 +177,7 @@ class MetadataTarget:
         try:
             metadata = self._reader.read_metadata()
         except UntrustedMetadataError as error:
-            cause = error.__cause__
+            cause = error.cause or error.__cause__
             why = type(cause).__name__ if cause else " ".join(error.message.split()[:3])
             return f"reader: {type(error).__name__}, {why}"
         local_plans_in(metadata)

@@ -42,7 +42,6 @@ from nostall._manager.policies import (
     Policy,
     StepRecord,
     metrics_in,
-    reads_files,
     unseen_metrics,
 )
 from nostall._model.names import (
@@ -414,7 +413,7 @@ def reasons(checkpoints: Iterable[Listed], policies: Mapping[str, Policy]) -> di
     records = []
     for step, each in sorted(by_step.items()):
         about = None
-        if any(map(reads_files, policies.values())):
+        if any(isinstance(policy, KeepBest) for policy in policies.values()):
             from nostall._manager.contents import read_about
 
             with suppress(FileNotFoundError):  # removed meanwhile

@@ -185,7 +185,7 @@ class StepDirectories:
                     phase="read",
                     path=self.path(step),
                     hint=f"committed steps: {[*self.look(self.committed)][-5:]}",
-                ) from None
+                )
             if later := [each for each in self.look(self.committed) if each > step]:
                 _log.warning(
                     "restoring step %d, although %s has later steps: %s. A restart resumes from"
@@ -252,9 +252,10 @@ def held(directory: str, *, to_remove: bool = False) -> Iterator[bool]:
 
     The processes of one machine see each other. True also where a file system has no locks.
     """
-    try:
+    fd = None
+    with suppress(OSError):  # it no longer exists, which the caller notices itself
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # it no longer exists, which the caller notices itself
+    if fd is None:
         yield True
         return
     try:

@@ -110,7 +110,7 @@ class RankWritten(NamedTuple):
 
 
 class RankFailed(NamedTuple):
-    """A rank's write failed. Whoever reports it has removed the files, or tried to."""
+    """A rank's write failed; the files that it created are removed, or will be."""
 
     rank: int
     failure: Failure

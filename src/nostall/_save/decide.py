@@ -136,7 +136,7 @@ class Ending:
     published: bool
     """Whether the metadata is published, or may be; after a failure, too."""
     changed: bool
-    """Whether the next save is planned together: a rank's structure changed, or it failed."""
+    """Whether the next save is planned together: a rank's structure changed, or the save failed."""
     series: int | None = None
     """A new series of identities, if ranks may count their saves differently."""
     slowest_rank: int | None = None
