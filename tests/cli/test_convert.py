@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import subprocess
 import sys
 import warnings
@@ -230,6 +231,15 @@ def test_a_full_disk_leaves_no_file(
         assert (status, error.count("\n")) == (1, 1)
         assert "No space left" in error
         assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        status, _, error = run("convert", tmp_path / "saved", tmp_path / "all.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (status, error.count("\n")) == (1, 1)
+    assert "all.pt: cannot write: File too large (name a target in" in error  # not torch's words
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])

@@ -161,11 +161,13 @@ def _loaded(
         raise
     except NostallError:
         raise
-    except (OSError, RuntimeError) as error:  # the latter is torch's
+    except (OSError, RuntimeError) as error:  # the latter is torch's, in place of the file's
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise WriteError(
-            f"cannot write: {getattr(error, 'strerror', None) or error!s:.200}",
-            errno=getattr(error, "errno", None),
+            f"cannot write: {getattr(cause, 'strerror', None) or error!s:.200}",
+            errno=getattr(cause, "errno", None),
             path=target,
+            hint="name a target in a directory that exists, is writable and has room",
         ) from error
 
 

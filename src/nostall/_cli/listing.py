@@ -242,7 +242,8 @@ def require_there(path: str, *, directory: bool) -> None:
         what = "directory" if directory else "file or directory"
         raise NotThere(f"{path}: no such {what}") from None
     if directory and not is_directory:
-        raise OptionError("not a directory", path=path)
+        hint = "`nostall convert` makes a checkpoint directory of a file"
+        raise OptionError("not a directory", path=path, hint=hint)
 
 
 def list_checkpoints(root: str, *, deep: bool = False) -> list[Listed]:

@@ -40,7 +40,7 @@ def require_possible(path: str | os.PathLike[str]) -> None:
     """Refuse, with ``OptionError``, a path that cannot name a checkpoint directory."""
     if not isinstance(path, str | os.PathLike):
         raise OptionError(
-            f"the checkpoint path is {path!r:.200}", hint="pass a string or a pathlib.Path"
+            f"the checkpoint path is {path!r:.50}", hint="pass a string or a pathlib.Path"
         )
     if not os.fspath(path):
         raise OptionError("the checkpoint path is empty", hint="'.' is the current directory")
