@@ -174,7 +174,7 @@ class AsyncCallsQueue:
         """
         request = AsyncRequest.of(request)
         with preemption.deferred(), uninterrupted(patience=2):
-            early = request.early_commit(self._process_group)
+            early = request.early_commit(self._process_group, after=self._caller._calls)
             index = self._next_index
             self._is_in_use = True
             with scheduled.one_more(coordination_for(self._process_group)):

@@ -172,6 +172,19 @@ def test_a_process_alone_commits_without_a_poll(tmp_path: Path) -> None:
     assert bool((loaded["rank0"] == WARM).all())
 
 
+def test_saves_of_a_queue_are_committed_in_their_order(tmp_path: Path) -> None:
+    """The latest checkpoint is that of the last save, also if the save before waits for a poll."""
+    job = Job(tmp_path)
+    job.save(lambda: None)  # is called before the commit, so in a poll
+    save = job.save()
+    assert save is not None
+    wait_until(save._report.done)
+    assert save.early is not None
+    assert not save.early.is_allowed
+    job.queue.wait()
+    assert nostall.latest_complete(tmp_path) == str(tmp_path / f"{WARM + 1}")
+
+
 # --- ranks that differ, several saves, and ends of other kinds ------------------------------------
 
 

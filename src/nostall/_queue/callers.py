@@ -12,7 +12,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -169,13 +169,17 @@ class AsyncRequest(NamedTuple):
                 args[1] = self.preload_fn()
         return args
 
-    def early_commit(self, group: dist.ProcessGroup | None) -> EarlyCommit | None:
+    def early_commit(
+        self, group: dist.ProcessGroup | None, *, after: Iterable[Call]
+    ) -> EarlyCommit | None:
         """The early commit of its save, which is allowed now.
 
-        ``None`` if a finalize function is to run before, or other ranks save than those of a group.
+        ``None`` if a finalize function is to run before, a save ``after`` which it comes waits for
+        a poll, or other ranks save than those of a group.
         """
         first = committed_by(self.finalize_fns[0]) if self.finalize_fns else None
-        if first is None:
+        waiting = [each.request.finalize_fns for each in after if each.early is None]
+        if first is None or any(committed_by(function) for each in waiting for function in each):
             return None
         writer, _, wrapper = first
         split: SplitSave | None = writer._rank_save.split
