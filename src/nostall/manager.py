@@ -439,7 +439,7 @@ class CheckpointManager:
                 f"this manager does not know which direction of metric={metric!r} is better;"
                 f" known metrics: {sorted(self._better)}",
                 path=self._steps.root,
-                hint='name it in metrics={"loss": "min"} of the manager',
+                hint=f'pass metrics={{"{metric or "loss"}": "min"}}, or "max", to the manager',
             )
         records = self._steps.look(partial(self._retention.records, with_files=True))
         return next(iter(KeepBest(1, metric, self._better[metric]).keeps(records)), None)

@@ -270,7 +270,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda at: with_manager(at / "run", lambda one: one.best_step("acc")),
         "does not know which direction of metric='acc' is better",
         "run",
-        'name it in metrics={"loss": "min"}',
+        'pass metrics={"acc": "min"}, or "max", to the manager',
     ),
     "read once, alone": (
         lambda at: load(save(at / "a"), read_once=True),

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from nostall._engine import default_engine
@@ -33,6 +32,7 @@ from nostall._storage.posix import PosixStorage
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError
 from nostall.integrations._saves import Removals, Saves, missing
+from nostall.loading import load
 from nostall.removal import remove_checkpoint
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 
@@ -287,10 +287,9 @@ def _committed_rest(path: str, *, weights_only: bool | None) -> dict[str, Any] |
     """
     if not os.path.isdir(path):
         return None
-    reader = CachedMetadataFileSystemReader(path)
-    if _REST not in reader.read_metadata().state_dict_metadata:
+    if _REST not in CachedMetadataFileSystemReader(path).read_metadata().state_dict_metadata:
         return None
     found: dict[str, Any] = {_REST: b""}
-    dcp.load(found, storage_reader=reader, no_dist=True)
+    load(found, path)
     rest: dict[str, Any] = torch.load(io.BytesIO(found[_REST]), weights_only=weights_only)
     return rest
