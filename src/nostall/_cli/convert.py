@@ -74,9 +74,7 @@ def convert(given: Namespace) -> Answer:
     elif target.lower().endswith(other_endings):
         written = "one file of torch.save" if to_file else "a checkpoint directory"
         what = f"this command writes {written}, but the name of the target says otherwise"
-        hint = (
-            "use a name such as step-500.pt" if to_file else "name a directory first"
-        )
+        hint = "use a name such as step-500.pt" if to_file else "name a directory first"
     if what is not None:
         raise OptionError(what, path=target, hint=hint)
     if to_safetensors:
