@@ -427,6 +427,7 @@ def as_written(prepared: PreparedSave, report: RankReport) -> PreparedSave:
     return replace(prepared, layout=replace(prepared.layout, files=tuple(files)))
 
 
+@gc_paused()
 def write_results(prepared: PreparedSave, report: RankReport) -> list[WriteResult]:
     """DCP's results for a rank's report; ``prepared`` is the save :func:`as_written`.
 
