@@ -162,7 +162,7 @@ def _loaded(
     except NostallError:
         raise
     except (OSError, RuntimeError) as error:  # the latter is torch's, in place of the file's
-        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        cause = error if isinstance(error, OSError) else error.__context__
         raise WriteError(
             f"cannot write: {getattr(cause, 'strerror', None) or error!s:.200}",
             errno=getattr(cause, "errno", None),
