@@ -381,7 +381,7 @@ def test_nothing_of_the_trainers_is_kept_once_the_snapshot_is_taken(tmp_path: Pa
 
 
 ENDS_WHILE_STAGING = """
-import atexit, threading, sys
+import atexit, threading, sys, time
 
 def look():  # runs last of what runs at exit, as it is registered first
     print([each.name for each in threading.enumerate() if each.name == "nostall-staging"])
@@ -393,9 +393,14 @@ from nostall.state_dict_saver import save_state_dict_async_plan
 sys.path.insert(0, sys.argv[2])
 from support.faults import Fault, inject
 
+def end_slowly(frame, event, _):  # as a profiler does
+    if event == "return" and frame.f_code.co_name == "run":
+        time.sleep(0.2)
+
 writer = nostall.FileSystemWriterAsync(sys.argv[1], staging="overlapped")
 save_state_dict_async_plan({"weight": torch.ones(1 << 16)}, writer)
 _, preload, _ = writer.get_save_function_and_args()
+threading.setprofile(end_slowly)
 with inject(Fault.delay("stage", 0.5)):
     staging = preload()
 """

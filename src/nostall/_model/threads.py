@@ -168,12 +168,18 @@ def is_done(future: Future[Any], timeout_s: float = 0.0) -> bool:
 # --- threads --------------------------------------------------------------------------------------
 
 
-def spawn(name: str, work: Callable[[], object]) -> threading.Thread:
+class _InTorch(threading.Thread):
+    """A thread that an ending interpreter waits for."""
+
+
+def spawn(
+    name: str, work: Callable[[], object], kind: type[threading.Thread] = threading.Thread
+) -> threading.Thread:
     """Run ``work`` on a new daemon thread; returns at once.
 
     ``RuntimeError`` if the system cannot start one, or the interpreter is ending.
     """
-    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread = kind(target=work, name=name, daemon=True)
     with uninterrupted():
         thread.start()
     return thread
@@ -233,31 +239,19 @@ def spawn_in_torch(name: str, work: Callable[[], object]) -> Future[None]:
         try:
             only.pop()()
         finally:
-            _in_progress.pop(ended, None)
             ended.set_result(None)
 
-    with uninterrupted():  # what has begun is waited for
-        _in_progress[ended] = name
-        try:
-            spawn(name, run)
-        except RuntimeError:  # passed on; it has not begun
-            _in_progress.pop(ended, None)
-            raise
+    spawn(name, run, _InTorch)
     return ended
-
-
-_in_progress: dict[Future[None], str] = {}
-"""Threads that an ending interpreter waits for, and their names."""
 
 
 def _finish_at_exit() -> None:
     deadline_s = time.monotonic() + _AT_EXIT_TIMEOUT_S
-    in_progress = dict(_in_progress)
-    left = sorted(
-        name
-        for ended, name in in_progress.items()
-        if not is_done(ended, max(0.0, deadline_s - time.monotonic()))
-    )
+    threads = [each for each in threading.enumerate() if isinstance(each, _InTorch)]
+    for thread in threads:
+        if thread.is_alive():  # one that another thread is starting cannot be joined
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+    left = sorted(each.name for each in threads if each.is_alive())
     if left:
         import logging
 
@@ -296,7 +290,6 @@ _pauses: list[None] = []
 
 
 def _after_fork_in_child() -> None:
-    _in_progress.clear()
     if _pauses:  # by threads that the child does not have
         _pauses.clear()
         gc.enable()
