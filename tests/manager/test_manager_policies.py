@@ -1,11 +1,13 @@
-"""Policies are pure: which steps stay, whatever the steps and the policies are."""
+"""Which steps stay, whatever the steps and the policies are."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +22,7 @@ from nostall._manager.policies import (
 )
 from nostall._manager.steps import name_of, step_of
 from nostall.errors import OptionError
+from nostall.manager import CheckpointManager
 
 
 def records(*steps: int, loss: Sequence[float] = ()) -> list[StepRecord]:
@@ -66,6 +69,22 @@ def test_each_policy_keeps_what_it_says(policy: Policy, kept: set[int]) -> None:
     """With equal metrics the higher step; never one without the metric, or with NaN."""
     losses = [0.5, 0.1, 0.1, math.nan, 0.9]
     assert set(policy.keeps(records(2, 4, 6, 8, 10, loss=losses))) == kept
+
+
+class KeepGood(KeepLatest):
+    """A user's own, made from one that needs no metrics."""
+
+    def keeps(self, records: Sequence[StepRecord]) -> Collection[int]:
+        return {each.step for each in records if each.metrics.get("loss", 1.0) < 0.5}
+
+
+def test_a_policy_made_from_another_gets_metrics(tmp_path: Path) -> None:
+    """Otherwise it would not keep what its user wants to keep, and the steps would be removed."""
+    with CheckpointManager(tmp_path, keep=KeepGood(1)) as manager:
+        for step, loss in ((1, 0.9), (2, 0.1), (3, 0.9), (4, 0.9)):
+            manager.save(step, {"weight": torch.ones(2)}, metrics={"loss": loss})
+            manager.wait()
+        assert manager.all_steps() == [2, 4]
 
 
 # Each `type: ignore` is an argument of a wrong type, which is an error at run time, too.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall._model.values import SaveId
+from nostall._save.decide import Ending
+from nostall._save.early_commit import EarlyCommit
 from nostall._save.split_plan import CheckpointMetadataCache, Counted
 from programs.early import WARM, Job, early_of
 from support.ranks import on_ranks, run_ranks
@@ -183,6 +187,42 @@ def test_saves_of_a_queue_are_committed_in_their_order(tmp_path: Path) -> None:
     assert not save.early.is_allowed
     job.queue.wait()
     assert nostall.latest_complete(tmp_path) == str(tmp_path / f"{WARM + 1}")
+
+
+def test_a_save_that_is_written_first_is_not_committed_first(tmp_path: Path) -> None:
+    """Rank 0 may learn earlier of a small save than of a large one before it."""
+    job = Job(tmp_path)
+    order: list[str] = []
+    looks = {"first": 0, "second": 0}
+    known = EarlyCommit._run
+
+    def run(early: EarlyCommit, over: Future[None]) -> None:
+        name = "second" if "first" in names.values() else "first"
+        names[id(early)] = name
+        are_complete, commit = early._records.are_complete, early._commit
+        assert commit is not None
+
+        def look() -> bool:
+            looks[name] += 1
+            return are_complete() and (name == "second" or looks["second"] > 3 or bool(order))
+
+        def note(messages: Sequence[bytes]) -> Ending:
+            order.append(name)
+            return commit(messages)
+
+        early._commit = note
+        with patch.object(early._records, "are_complete", look):
+            known(early, over)
+
+    names: dict[int, str] = {}
+    with patch.object(EarlyCommit, "_run", run):
+        early_of(job.save())
+        wait_until(lambda: looks["first"] > 0)
+        second = early_of(job.save())
+        wait_until(lambda: second.committed > 0)
+    assert order == ["first", "second"]
+    assert job.queue.poll() == [WARM, WARM + 1]
+    assert second.after is None  # a chain of saves would stay
 
 
 # --- ranks that differ, several saves, and ends of other kinds ------------------------------------

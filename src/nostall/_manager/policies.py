@@ -138,10 +138,13 @@ def policies_of(keep: Policy | Iterable[Policy] | None) -> tuple[Policy, ...]:
 
 
 def reads_files(policy: Policy) -> bool:
-    """Whether a policy may look at metrics or exact times, which must be read from storage."""
-    if isinstance(policy, KeepEvery):
+    """Whether a policy may look at metrics or exact times, which must be read from storage.
+
+    Subclasses may.
+    """
+    if type(policy) is KeepEvery:
         return policy.seconds is not None
-    return not isinstance(policy, KeepLatest)
+    return type(policy) is not KeepLatest
 
 
 def better_of(policies: Iterable[Policy], metrics: Mapping[str, Better]) -> dict[str, Better]:

@@ -12,7 +12,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -170,7 +170,7 @@ class AsyncRequest(NamedTuple):
         return args
 
     def early_commit(
-        self, group: dist.ProcessGroup | None, *, after: Iterable[Call]
+        self, group: dist.ProcessGroup | None, *, after: deque[Call]
     ) -> EarlyCommit | None:
         """The early commit of its save, which is allowed now.
 
@@ -188,6 +188,7 @@ class AsyncRequest(NamedTuple):
         if self.async_fn is not (split if split.has_to_run else None):
             return None
         split.early.is_allowed = True
+        split.early.after = next((each.early for each in reversed(after) if each.early), None)
         if not split.has_to_run:
             split.was_started = True  # no snapshot is scheduled
             split.early.begin()

@@ -74,6 +74,10 @@ class EarlyCommit:
         self._ending: Ending | None = None
         self.is_allowed = False
         """Whether the save may be committed early; set before :meth:`begin`."""
+        self.after: EarlyCommit | None = None
+        """That of the save before it in the queue, which is committed first."""
+        self.is_over = False
+        """Whether a later save may be committed."""
         self._is_offered = self._is_claimed = False
         self._stopped = threading.Event()
         self._over: Future[None] | None = None
@@ -121,7 +125,9 @@ class EarlyCommit:
             if self._commit is None:
                 return
             pause_s, deadline_s = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s
-            while not self._records.are_complete():
+            while not self._records.are_complete() or not (
+                self.after is None or self.after.is_over
+            ):
                 if self._stopped.wait(pause_s) or time.monotonic() > deadline_s:
                     return
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -133,10 +139,12 @@ class EarlyCommit:
                 self._ending = ending = self._commit(self._records.all())
                 if not ending.failures and ending.slowest_rank is not None:
                     self.committed = ending.slowest_rank + 1
+                self.is_over = self._final() is not None
         except Exception as error:  # finalising does it
             self.is_allowed = False
             _log.debug("the save is not committed early: %s", error, exc_info=True)
         finally:
+            self.after = None
             over.set_result(None)
 
     # --- its end --------------------------------------------------------------------------------
@@ -154,10 +162,7 @@ class EarlyCommit:
         """
         self.stop()
         if self._is_over_in(_DEADLINES * self._timeout_s + PATIENCE_S):
-            failures = {} if self._ending is None else self._ending.failures
-            phases = [getattr(error, "phase", None) for error, _ in failures.values()]
-            # Refused messages do not fit together: they may be about different saves.
-            return None if "collect" in phases else self._ending
+            return self._final()
         error = NotDurableError(
             "cannot determine whether the metadata was published: storage or the process group's"
             " store hangs",
@@ -167,6 +172,13 @@ class EarlyCommit:
         )
         failures = {self._rank: _torch.wrap_exception(error)}
         return Ending(failures=failures, published=True, changed=True)
+
+    def _final(self) -> Ending | None:
+        """How the commit has ended, unless the poll has to collect the messages again."""
+        failures = {} if self._ending is None else self._ending.failures
+        phases = [getattr(error, "phase", None) for error, _ in failures.values()]
+        # Refused messages do not fit together: they may be about different saves.
+        return None if "collect" in phases else self._ending
 
     def withdraw(self) -> bool:
         """Prevent the commit; whether it is certain that there is and will be none."""
