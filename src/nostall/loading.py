@@ -97,6 +97,11 @@ def load(
     began_s = time.monotonic()
     wanted = None if keys is None else _Selection(keys)
     require_possible(path)
+    if not isinstance(state, MutableMapping):
+        raise OptionError(
+            f"the state is an object of type {type(state).__name__}",
+            hint='pass a dictionary, such as {"model": model}',
+        )
     where = os.fspath(path)
     for name, flag in (
         ("strict", strict),

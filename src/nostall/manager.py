@@ -436,8 +436,8 @@ class CheckpointManager:
             (metric,) = self._better
         if metric is None or metric not in self._better:
             raise OptionError(
-                f"this manager does not know which direction of metric={metric!r} is better;"
-                f" known metrics: {sorted(self._better)}",
+                f"this manager was not told whether a high or a low metric={metric!r} is better"
+                f"{f'; it knows {sorted(self._better)}' if self._better else ''}",
                 path=self._steps.root,
                 hint=f'pass metrics={{"{metric or "loss"}": "min"}}, or "max", to the manager',
             )

@@ -167,4 +167,5 @@ def require(condition: object, given: str, wanted: str) -> None:
 
 
 def _refusal(given: str, wanted: str) -> OptionError:
-    return OptionError(f"invalid {given:.200}", hint=f"use {wanted}")
+    in_one_line = " ".join(given.split())
+    return OptionError(f"invalid {in_one_line:.200}", hint=f"use {wanted}")

@@ -244,6 +244,18 @@ MISTAKES = {
         "a",
         "names as in `nostall inspect`",
     ),
+    "object to load into": Mistake(
+        lambda at: load(save(at / "a"), MODEL["model"]),  # type: ignore[arg-type]  # the mistake
+        "the state is an object of type Linear",
+        "",
+        'pass a dictionary, such as {"model": model}',
+    ),
+    "state for a step": Mistake(
+        lambda at: with_manager(at, lambda one: one.save(MODEL, 1)),  # type: ignore[arg-type]  # the mistake
+        "invalid step={'model': Linear(",
+        "",
+        "use an integer of at least 0",
+    ),
     "byte changed": Mistake(
         lambda at: load(damaged(at / "a", is_cut=False), verify="crc"),
         "does not match its CRC-32",
@@ -278,7 +290,7 @@ MISTAKES = {
     ),
     "metric without a direction": Mistake(
         lambda at: with_manager(at / "run", lambda one: one.best_step("acc")),
-        "does not know which direction of metric='acc' is better",
+        "was not told whether a high or a low metric='acc' is better",
         "run",
         'pass metrics={"acc": "min"}, or "max", to the manager',
     ),

@@ -133,7 +133,10 @@ def leaving(coordination: Coordination, timeout_s: float) -> Iterator[str]:
     coordination.announce(_LEAVING, _ASKS)
     try:
         if late := wait_for(lambda number: number != _STAYS):
-            yield f"ranks {late} did not exit with an exception as this one did"
+            yield (
+                f"ranks {late} did not exit with an exception as this one did; they may have been"
+                " killed: see their logs"
+            )
         else:
             coordination.announce(_LEAVING, _KNOWS)
             yield ""
