@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlanner, StorageReader
 
 import nostall
 from benchmarks import machine
@@ -74,9 +74,13 @@ class LoadContender:
         return why_not_importable(self.needs)
 
 
-def dcp_load(reader: Callable[[Path], StorageReader]) -> Callable[[State, Path], None]:
-    """``dcp.load`` with a new reader for every load."""
-    return lambda into, path: dcp.load(into, storage_reader=reader(path), no_dist=True)
+def dcp_load(
+    reader: Callable[[Path], StorageReader], planner: Callable[[], LoadPlanner] = DefaultLoadPlanner
+) -> Callable[[State, Path], None]:
+    """``dcp.load`` with a new reader and planner for every load."""
+    return lambda into, path: dcp.load(
+        into, storage_reader=reader(path), planner=planner(), no_dist=True
+    )
 
 
 def torch_load(into: State, path: Path) -> None:
@@ -98,6 +102,7 @@ def load_contenders() -> list[LoadContender]:
         "nostall.load": nostall.load,
         "nostall.load crc": partial(nostall.load, verify="crc"),
         "nostall dcp.load": dcp_load(nostall.FileSystemReader),
+        "nostall dcp.load planned": dcp_load(nostall.FileSystemReader, nostall.LoadPlanner),
         "nostall dcp.load crc": dcp_load(checked),
         "nostall dcp.load cached": dcp_load(nostall.CachedMetadataFileSystemReader),
         "dcp.load": dcp_load(dcp.FileSystemReader),

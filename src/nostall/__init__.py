@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nostall._memory.overlap import wait_staged as wait_staged
     from nostall._model.progress import LoadStatus as LoadStatus
     from nostall._model.progress import SaveStatus as SaveStatus
+    from nostall._read.planner import LoadPlanner as LoadPlanner
     from nostall._save.planner_by_name import SavePlanner as SavePlanner
     from nostall._save.stager import warmup as warmup
     from nostall.cached_metadata_filesystem_reader import (
@@ -72,6 +73,7 @@ _HOME = {
     "KeepBest": "manager",
     "KeepEvery": "manager",
     "KeepLatest": "manager",
+    "LoadPlanner": "_read.planner",
     "LoadStats": "stats",
     "LoadStatus": "_model.progress",
     "PerRank": "manager",

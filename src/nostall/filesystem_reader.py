@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlanner as DCPLoadPlanner
 from torch.futures import Future
 
 from nostall import _torch
@@ -28,7 +29,7 @@ from nostall._model.progress import ReadCounter, listed
 from nostall._model.threads import gc_paused, interruptible, uninterrupted
 from nostall._ranks.group import TorchGroup, require_members
 from nostall._read.plan import FileSpan, Form, Wanted, chunk_of, nbytes_by_archive
-from nostall._read.planner import Planner
+from nostall._read.planner import LoadPlanner
 from nostall._read.reading import read_items
 from nostall._read.sharing import Member, ReadShare, all_want_to_share, read_shared, share_reads
 from nostall._storage.locations import identity, is_address, is_place, place_of, storage_at
@@ -211,7 +212,7 @@ class FileSystemReader(dcp.FileSystemReader):
         """How many bytes of which archives are read; all of those that are verified."""
         return nbytes_by_archive(wanted, {} if self._verify else self._stored)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: DCPLoadPlanner) -> Future[None]:
         """Read what the plan names, and hand it to the planner; done when this returns.
 
         Collective if ranks share.
@@ -224,8 +225,8 @@ class FileSystemReader(dcp.FileSystemReader):
             RankLostError: Ranks that share can no longer communicate.
         """
         wanted, transformed = self._wanted(plan)
-        if isinstance(planner, Planner):
-            casts = planner.casts
+        if isinstance(planner, LoadPlanner):
+            casts, planner.path = planner.casts, self._resolved()
         else:
             casts = self._casts(plan, getattr(planner, "state_dict", None))
         if casts and _place_of_this_rank()[0] == 0:
@@ -257,7 +258,7 @@ class FileSystemReader(dcp.FileSystemReader):
                     found[item.dest_index.fqn] = f"{saved} to {target.dtype}"
         return found
 
-    def _read(self, wanted: list[Wanted], planner: LoadPlanner, shared: object) -> None:
+    def _read(self, wanted: list[Wanted], planner: DCPLoadPlanner, shared: object) -> None:
         path = self._resolved()
         rank, count = _place_of_this_rank()
         # Other ranks of this host may need the same; with a group each byte is read by one of them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall._commit.commit import why_no_checkpoint
 from nostall._model.threads import gc_paused
-from nostall._read.planner import Planner, empty_in, outer_names
+from nostall._read.planner import LoadPlanner
 from nostall._storage.locations import identity, is_address, place_of, require_possible
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError
 from nostall.filesystem_reader import Verify
+from nostall.options import require_flags
 from nostall.stats import LoadStats
 
 __all__ = ["load"]
@@ -95,23 +96,15 @@ def load(
             these: a rank failed.
     """
     began_s = time.monotonic()
-    wanted = None if keys is None else _Selection(keys)
+    planner = LoadPlanner(keys=keys, strict=strict, strict_dtype=strict_dtype, trust=trust)
     require_possible(path)
     if not isinstance(state, MutableMapping):
         raise OptionError(
             f"the state is an object of type {type(state).__name__}",
             hint='pass a dictionary, such as {"model": model}',
         )
-    where = os.fspath(path)
-    for name, flag in (
-        ("strict", strict),
-        ("strict_dtype", strict_dtype),
-        ("trust", trust),
-        ("read_once", read_once),
-        ("use_collectives", use_collectives),
-    ):
-        if not isinstance(flag, bool):
-            raise OptionError(f"invalid {name}={flag!r:.80}: expected True or False")
+    where = planner.path = os.fspath(path)
+    require_flags(read_once=read_once, use_collectives=use_collectives)
     if read_once and process_group is None:
         raise OptionError(
             "read_once=True needs a process_group", hint="pass the group of all ranks"
@@ -125,20 +118,14 @@ def load(
         process_group=process_group if read_once else None,
         progress=progress,
     )
-    touched = [name for name in state if wanted is None or wanted.touches(name)]
-    present = {name: state[name] for name in touched}
-    # A look at a tensor for its methods is slow.
-    others = {name: each for name, each in present.items() if not isinstance(each, torch.Tensor)}
-    objects = {name: each for name, each in others.items() if isinstance(each, Stateful)}
+    present = {name: each for name, each in state.items() if planner.touches(name)}
+    objects = {
+        name: each
+        for name, each in present.items()
+        # A look at a tensor for its methods is slow.
+        if not isinstance(each, torch.Tensor) and isinstance(each, Stateful)
+    }
     present.update({name: each.state_dict() for name, each in objects.items()})
-    planner = Planner(
-        lambda name: wanted is None or wanted.has(name),
-        strict=strict,
-        strict_dtype=strict_dtype,
-        trust=trust,
-        path=where,
-        empty=[empty for name in others for empty in empty_in(present[name], str(name))],
-    )
     if process_group is None or not use_collectives:
         is_in_group = dist.is_available() and dist.is_initialized()
         number = dist.get_rank(process_group) if is_in_group else 0
@@ -150,8 +137,6 @@ def load(
             reader.read_data(planner.finish_plan(plan), planner).wait()
     else:
         dcp.load(present, storage_reader=reader, planner=planner, process_group=process_group)
-    if wanted is not None:
-        wanted.require_used(where)
     for name, loaded in present.items():
         if name in objects:
             objects[name].load_state_dict(loaded)
@@ -184,48 +169,3 @@ class _Reader(CachedMetadataFileSystemReader):
                 path=str(self.path),
                 hint="`nostall ls ROOT` lists checkpoints",
             ) from None  # the traceback is that of the caller
-
-
-class _Selection:
-    """Names of items, or of what contains them.
-
-    Raises:
-        OptionError: One of them is not a string.
-    """
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        given = [keys] if isinstance(keys, str) else list(keys)
-        if not all(isinstance(key, str) for key in given):
-            raise OptionError(
-                "keys contains an object that is not a string", hint="pass names of items"
-            )
-        self._keys = frozenset(given)
-        self._containing = {outer for key in self._keys for outer in _and_outer(key)}
-        self._used: set[str] = set()
-
-    def has(self, name: str) -> bool:
-        """Whether an item is selected."""
-        selecting = self._keys.intersection(_and_outer(name))
-        self._used |= selecting
-        return bool(selecting)
-
-    def touches(self, name: object) -> bool:
-        """Whether an entry of the state may have a selected item."""
-        text = str(name)
-        return text in self._containing or not self._keys.isdisjoint(_and_outer(text))
-
-    def require_used(self, path: str) -> None:
-        """Require that each key has selected something."""
-        unused = sorted(self._keys - self._used)
-        if unused:
-            raise OptionError(
-                f"the state has nothing named {', '.join(unused[:5])}",
-                path=path,
-                hint="keys are names as in `nostall inspect`, such as model.0.weight",
-            )
-
-
-def _and_outer(name: str) -> Iterator[str]:
-    """A name, and the names of all that it is in."""
-    yield name
-    yield from outer_names(name)

@@ -169,3 +169,10 @@ def require(condition: object, given: str, wanted: str) -> None:
 def _refusal(given: str, wanted: str) -> OptionError:
     in_one_line = " ".join(given.split())
     return OptionError(f"invalid {in_one_line:.200}", hint=f"use {wanted}")
+
+
+def require_flags(**flags: object) -> None:
+    """Require that each is ``True`` or ``False``."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise OptionError(f"invalid {name}={flag!r:.80}: expected True or False")

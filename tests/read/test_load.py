@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall._read.planner import Planner
+from nostall._read.planner import LoadPlanner
 from nostall.errors import (
     DamagedCheckpointError,
     OptionError,
@@ -108,6 +108,50 @@ def test_only_the_keys_are_loaded(tmp_path: Path, keys: list[str] | str, changed
     assert loaded["step"] == (11 if "step" in changed else None)
     assert loaded["list"][2] == {"deep": "text" if "deep" in changed else None}
     assert loaded["list"][1] is None
+
+
+@pytest.mark.parametrize(
+    "reader", [nostall.FileSystemReader, dcp.FileSystemReader], ids=["ours", "stock"]
+)
+def test_its_planner_loads_with_stocks_call(
+    tmp_path: Path, reader: type[dcp.FileSystemReader]
+) -> None:
+    """``LoadPlanner`` loads the same as ``nostall.load``, also a second time into another state."""
+    saved = values()
+    save(tmp_path, saved)
+    planner = nostall.LoadPlanner()
+    for _ in range(2):
+        loaded = empty_like(saved)
+        tensor = loaded["weights"]["a"]
+        dcp.load(loaded, storage_reader=reader(tmp_path), planner=planner)
+        assert loaded["weights"]["a"] is tensor
+        assert same(loaded, saved)
+    part = {"weights": empty_like(saved)["weights"]}
+    dcp.load(part, storage_reader=reader(tmp_path), planner=nostall.LoadPlanner(keys="weights.b"))
+    assert torch.equal(part["weights"]["b"], saved["weights"]["b"])
+    assert not torch.equal(part["weights"]["a"], saved["weights"]["a"])
+
+
+def test_what_its_planner_refuses_is_a_typed_error_of_stocks_call(tmp_path: Path) -> None:
+    """As ``nostall.load`` does, and nothing has changed."""
+    saved = {**values(), "settings": Settings(0.5)}
+    save(tmp_path, saved)
+    for planner, state, error in (
+        (nostall.LoadPlanner(), {"more": torch.ones(2)}, OptionError),
+        (nostall.LoadPlanner(keys="typo"), empty_like(values()), OptionError),
+        (nostall.LoadPlanner(), {"step": torch.ones(2)}, OptionError),
+        (nostall.LoadPlanner(), {"settings": None}, UntrustedObjectError),
+    ):
+        before = str(state)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load(state, storage_reader=nostall.FileSystemReader(tmp_path), planner=planner)
+        (failure,) = caught.value.failures.values()
+        assert isinstance(failure[0], error)
+        assert str(state) == before
+    trusted = {"settings": None}
+    reader = nostall.FileSystemReader(tmp_path)
+    dcp.load(trusted, storage_reader=reader, planner=nostall.LoadPlanner(trust=True))
+    assert trusted == {"settings": Settings(0.5)}
 
 
 def test_one_tensor_reads_no_other(tmp_path: Path) -> None:
@@ -325,7 +369,7 @@ def test_a_link_that_is_switched_meanwhile_does_not_mix_two_checkpoints(tmp_path
     link.symlink_to("step-1.0")
 
     weight = torch.zeros(4)
-    set_up = Planner.set_up_planner
+    set_up = LoadPlanner.set_up_planner
 
     def switch(*args: Any, **kwargs: Any) -> None:
         link.unlink()
@@ -333,7 +377,7 @@ def test_a_link_that_is_switched_meanwhile_does_not_mix_two_checkpoints(tmp_path
         shutil.rmtree(tmp_path / "step-2.0")
         set_up(*args, **kwargs)
 
-    with patch.object(Planner, "set_up_planner", switch):
+    with patch.object(LoadPlanner, "set_up_planner", switch):
         nostall.load({"m": {"w": weight}}, link)
     assert weight.tolist() == [1.0] * 4
 

@@ -20,7 +20,8 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.planner import LoadPlanner as DCPLoadPlanner
 
 from nostall._memory.copying import copy_bytes
 from nostall._memory.uploads import Uploads
@@ -42,7 +43,7 @@ from nostall._read.plan import (
     span_of,
     without_gradient,
 )
-from nostall._read.planner import Planner
+from nostall._read.planner import LoadPlanner
 from nostall._storage.port import ReadableFiles
 
 _OF_TENSORS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
@@ -55,7 +56,7 @@ def read_items(
     wanted: Iterable[Wanted],
     files: ReadableFiles,
     *,
-    planner: LoadPlanner,
+    planner: DCPLoadPlanner,
     threads: int,
     verify: bool,
     counter: ReadCounter,
@@ -95,13 +96,13 @@ def read_items(
         in_flight.finish_all()
 
 
-def _gives_every_item_its_own_tensor(planner: LoadPlanner) -> bool:
+def _gives_every_item_its_own_tensor(planner: DCPLoadPlanner) -> bool:
     """Whether a planner's methods for tensors are stock's or ours, which only look tensors up."""
     of_class, of_instance = type(planner), vars(planner)
     return all(
         name not in of_instance
         and getattr(of_class, name, None)
-        in (getattr(DefaultLoadPlanner, name, ()), getattr(Planner, name, ()))
+        in (getattr(DefaultLoadPlanner, name, ()), getattr(LoadPlanner, name, ()))
         for name in _OF_TENSORS
     )
 
@@ -111,7 +112,9 @@ _Item: TypeAlias = "tuple[Wanted, torch.Tensor | None, int]"
 turn; the address of its values, 0 unless the tensor is dense and on the CPU."""
 
 
-def _with_targets(items: Sequence[Wanted], planner: LoadPlanner) -> tuple[list[_Item], list[_Item]]:
+def _with_targets(
+    items: Sequence[Wanted], planner: DCPLoadPlanner
+) -> tuple[list[_Item], list[_Item]]:
     """Items to read in any order, and items to read in the order of the plan; reads nothing."""
     if not _gives_every_item_its_own_tensor(planner):
         return [], [(wanted, None, 0) for wanted in items]
@@ -167,7 +170,7 @@ def _reads(load: _Load, file: OpenFile, known: Sequence[_Item]) -> Iterator[Sequ
 class _Load(NamedTuple):
     """Objects that the reads of one load share."""
 
-    planner: LoadPlanner
+    planner: DCPLoadPlanner
     """Called on the caller's thread only."""
     workers: Workers
     archives: Archives
