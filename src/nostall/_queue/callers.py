@@ -187,8 +187,8 @@ class AsyncRequest(NamedTuple):
             return None
         if self.async_fn is not (split if split.has_to_run else None):
             return None
-        split.early.is_allowed = True
         split.early.after = next((each.early for each in reversed(after) if each.early), None)
+        split.early.is_allowed = True
         if not split.has_to_run:
             split.was_started = True  # no snapshot is scheduled
             split.early.begin()
