@@ -133,7 +133,7 @@ def test_its_planner_loads_with_stocks_call(
 
 
 def test_what_its_planner_refuses_is_a_typed_error_of_stocks_call(tmp_path: Path) -> None:
-    """As ``nostall.load`` does, and nothing has changed."""
+    """It refuses as ``nostall.load`` does, and nothing has changed."""
     saved = {**values(), "settings": Settings(0.5)}
     save(tmp_path, saved)
     for planner, state, error in (
