@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import nostall
 from nostall._read.planner import LoadPlanner
@@ -152,6 +153,26 @@ def test_what_its_planner_refuses_is_a_typed_error_of_stocks_call(tmp_path: Path
     reader = nostall.FileSystemReader(tmp_path)
     dcp.load(trusted, storage_reader=reader, planner=nostall.LoadPlanner(trust=True))
     assert trusted == {"settings": Settings(0.5)}
+
+
+class Elsewhere(nostall.LoadPlanner):
+    """A user's own, which loads into other tensors."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.other[index.fqn]
+
+    other: dict[str, torch.Tensor]
+
+
+def test_a_planner_made_from_it_may_say_where_tensors_are(tmp_path: Path) -> None:
+    """Whole tensors, too, which the planner itself does not look up."""
+    saved = {"a": torch.randn(5, 3)}
+    save(tmp_path, saved)
+    planner, state = Elsewhere(), {"a": torch.zeros(5, 3)}
+    planner.other = {"a": torch.zeros(5, 3)}
+    dcp.load(state, storage_reader=nostall.FileSystemReader(tmp_path), planner=planner)
+    assert torch.equal(planner.other["a"], saved["a"])
+    assert not state["a"].any()
 
 
 def test_one_tensor_reads_no_other(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def policies_of(keep: Policy | Iterable[Policy] | None) -> tuple[Policy, ...]:
 def reads_files(policy: Policy) -> bool:
     """Whether a policy may look at metrics or exact times, which must be read from storage.
 
-    Subclasses may.
+    A subclass may: it can have its own ``keeps``.
     """
     if type(policy) is KeepEvery:
         return policy.seconds is not None

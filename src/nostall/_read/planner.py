@@ -39,10 +39,10 @@ class LoadPlanner(DefaultLoadPlanner):
     """The planner of :func:`nostall.load`, for ``dcp.load`` with a :class:`FileSystemReader`.
 
     It plans many small tensors faster than stock's, unpickles objects through an allow-list, and
-    replaces in the state only what is loaded.
+    replaces in the state only what is loaded. Make one for each checkpoint.
 
     Args:
-        keys: As of :func:`nostall.load`, and the others, too.
+        keys: Names of what to load, as in :func:`nostall.load`.
         strict: Whether the checkpoint must have everything that is to be loaded, and nothing for a
             dictionary that is empty in the state.
         strict_dtype: Whether tensors must have the dtypes in the checkpoint.
@@ -110,7 +110,7 @@ class LoadPlanner(DefaultLoadPlanner):
         wanted = self._fitting(self.metadata.state_dict_metadata)
         items: list[ReadItem] = []
         for name, (value, entry) in wanted.items():
-            if _is_whole(value, entry):
+            if type(self) is LoadPlanner and _is_whole(value, entry):
                 self._whole[name] = value
                 items.append(_tensor(name, entry))
             else:
@@ -144,7 +144,7 @@ class LoadPlanner(DefaultLoadPlanner):
             self._require_places(entries)
         self._require_forms(wanted)
         if self._selection is not None:
-            self._selection.require_used(self.path)
+            self._selection.require_used([*wanted, *missing], self.path)
         return wanted
 
     def _require_places(self, entries: Mapping[str, Any]) -> None:
@@ -227,29 +227,25 @@ class _Selection:
             )
         self._keys = frozenset(given)
         self._containing = {outer for key in self._keys for outer in _and_outer(key)}
-        self._used: set[str] = set()
 
     def has(self, name: str) -> bool:
         """Whether an item is selected."""
-        selecting = self._keys.intersection(_and_outer(name))
-        self._used |= selecting
-        return bool(selecting)
+        return not self._keys.isdisjoint(_and_outer(name))
 
     def touches(self, name: object) -> bool:
         """Whether an entry of the state may have a selected item."""
         text = str(name)
         return text in self._containing or not self._keys.isdisjoint(_and_outer(text))
 
-    def require_used(self, path: str | None) -> None:
-        """Require that each key has selected something."""
-        unused = sorted(self._keys - self._used)
+    def require_used(self, names: Iterable[str], path: str | None) -> None:
+        """Require that each key selects one of these names."""
+        unused = sorted(self._keys.difference(*map(_and_outer, names)))
         if unused:
             raise OptionError(
                 f"the state has nothing named {', '.join(unused[:5])}",
                 path=path,
                 hint="keys are names as in `nostall inspect`, such as model.0.weight",
             )
-        self._used.clear()
 
 
 def _and_outer(name: str) -> Iterator[str]:

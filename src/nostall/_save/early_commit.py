@@ -75,7 +75,7 @@ class EarlyCommit:
         self.is_allowed = False
         """Whether the save may be committed early; set before :meth:`begin`."""
         self.after: EarlyCommit | None = None
-        """That of the save before it in the queue, which is committed first."""
+        """Early commit of the save before it in the queue, which is committed first."""
         self.is_over = False
         """Whether a later save may be committed."""
         self._is_offered = self._is_claimed = False
@@ -192,6 +192,7 @@ class EarlyCommit:
             is_prevented = self._claim_to_give_up()
         if is_prevented:
             self.retire()
+        self.is_over = True
         return is_prevented
 
     def _is_over_in(self, timeout_s: float) -> bool:
