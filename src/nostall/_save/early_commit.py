@@ -76,8 +76,8 @@ class EarlyCommit:
         """Whether the save may be committed early; set before :meth:`begin`."""
         self.after: EarlyCommit | None = None
         """Early commit of the save before it in the queue, which is committed first."""
-        self.is_over = False
-        """Whether a later save may be committed."""
+        self.is_decided = False
+        """Whether it is known how the save ends, so that the next one may be committed."""
         self._is_offered = self._is_claimed = False
         self._stopped = threading.Event()
         self._over: Future[None] | None = None
@@ -126,7 +126,7 @@ class EarlyCommit:
                 return
             pause_s, deadline_s = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s
             while not self._records.are_complete() or not (
-                self.after is None or self.after.is_over
+                self.after is None or self.after.is_decided
             ):
                 if self._stopped.wait(pause_s) or time.monotonic() > deadline_s:
                     return
@@ -139,7 +139,7 @@ class EarlyCommit:
                 self._ending = ending = self._commit(self._records.all())
                 if not ending.failures and ending.slowest_rank is not None:
                     self.committed = ending.slowest_rank + 1
-                self.is_over = self._final() is not None
+                self.is_decided = self._final() is not None
         except Exception as error:  # finalising does it
             self.is_allowed = False
             _log.debug("the save is not committed early: %s", error, exc_info=True)
@@ -192,7 +192,7 @@ class EarlyCommit:
             is_prevented = self._claim_to_give_up()
         if is_prevented:
             self.retire()
-        self.is_over = True
+        self.is_decided = True
         return is_prevented
 
     def _is_over_in(self, timeout_s: float) -> bool:

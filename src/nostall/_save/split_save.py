@@ -289,7 +289,7 @@ class SplitSave(BackgroundSave):
         early, self.early = self.early, None
         if early is not None:
             early.stop()
-            early.is_over = True
+            early.is_decided = True
             if committed:
                 early.retire()
         self.visit.end(committed=committed)
