@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from support import loaded
 from support.ranks import run_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -69,8 +70,9 @@ def test_a_machine_without_time_measures_one_round_of_a_smaller_state(tmp_path: 
     """Without time, the measurement shrinks instead of failing."""
     size = ("--width", "512", "--rounds", "3", "--seconds", "0")
     torchrun = ("-m", "support.torchrun", "--standalone", "--nproc-per-node", "2")
+    ranks = ("--no-python", *loaded.python(ranks=True), "-u", "-m", "support.ending")
     measure = (str(EXAMPLES / "train.py"), "--measure", "--out", str(tmp_path / "saves"))
-    run = run_python(*torchrun, *measure, *size, timeout_s=250)
+    run = run_python(*torchrun, *ranks, *measure, *size, timeout_s=250)
     assert run.returncode == 0, run.stderr
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     saves = [line for line in lines if "contender" in line]
