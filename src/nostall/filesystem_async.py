@@ -184,6 +184,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             storage_options: Mapping[str, Any] | None = None,
             **kwargs: Any,
         ) -> None:
+            """For the arguments see the class."""
             place = place_of(path, storage_options)
             self._tier = None
             if local_staging_dir is not None:

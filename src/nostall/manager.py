@@ -330,7 +330,7 @@ class CheckpointManager:
                 ``EngineOptions.save_timeout_s``.
 
         Raises:
-            CheckpointException: The first error of a save, after all saves are done.
+            CheckpointException: The first error of a save, after all are done; others are logged.
             SaveTimeoutError: Some rank was not done within ``timeout`` seconds; saves go on.
         """
         self._wait(timeout)
@@ -338,7 +338,7 @@ class CheckpointManager:
             agreed(coordination_for(self._group), self._await_removal)
 
     def _wait(self, timeout: float | None) -> None:
-        """Wait until nothing is scheduled; the first error is raised after all saves."""
+        """Wait until nothing is scheduled; raise the first error after that, and log the others."""
         first: CheckpointException | None = None
         while before := self._queue.pending:
             try:
@@ -347,7 +347,10 @@ class CheckpointManager:
             except CheckpointException as error:
                 if self._queue.pending == before:
                     raise
-                first = first or error
+                if first is None:
+                    first = error
+                else:
+                    _log.error("another save has failed, too: %s", error)
         if first is not None:
             raise first
 

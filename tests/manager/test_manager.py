@@ -558,6 +558,27 @@ def test_a_save_that_cannot_begin_is_a_warning_on_request(
     assert manager.all_steps() == [2]
 
 
+def test_each_save_that_fails_during_a_wait_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first is the error that is raised, the others are logged."""
+    with CheckpointManager(tmp_path) as manager:
+        with stopped() as hold:
+            for step in (1, 2):
+                manager.save(step, numbered(step))
+            hold.wait_reached()
+            for step in (1, 2):
+                shutil.rmtree(manager.path(step))
+                Path(manager.path(step)).write_text("a file where the step belongs")
+            hold.release()
+        with pytest.raises(CheckpointException, match=NAMES % 1):
+            manager.wait()
+        saved(manager, 3)
+        assert manager.all_steps() == [3]
+    assert "another save has failed, too" in caplog.text
+    assert manager.path(2) in caplog.text
+
+
 def test_leaving_the_block_commits(tmp_path: Path) -> None:
     """Also with an exception, which is the one that is raised."""
     with suppress(ZeroDivisionError), CheckpointManager(tmp_path) as manager:
@@ -832,7 +853,7 @@ def test_what_a_crash_has_left_is_removed_by_the_next_save(
         saved(manager, 4)
     assert not half.exists()
     assert (others / "notes.txt").exists()
-    assert f"interrupted save or removal left; other files stay: {others}" in caplog.text
+    assert f"removing an uncommitted step, not others' files in it: {others}" in caplog.text
     assert manager.all_steps() == [1, 4]
     state = numbered(0)
     nostall.load(state, manager.path(5), use_collectives=False)

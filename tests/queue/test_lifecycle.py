@@ -51,7 +51,7 @@ def test_saves_that_are_pending_at_exit_are_completed(
     """However the script ends, and even if its queue is gone; the exit status is its own."""
     done = run("ends", tmp_path, how)
     assert done.returncode == status
-    assert "2 requests not finalised" in done.stderr
+    assert "2 saves not committed yet" in done.stderr
     assert ("the error in the body" in done.stderr) is (how == "raises")
     assert saved(tmp_path / "first", 1)
     assert saved(tmp_path / "second", 2)

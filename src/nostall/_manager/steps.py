@@ -163,8 +163,7 @@ class StepDirectories:
             # Ranks may have committed there, each for itself.
             is_committed = _torch.METADATA_NAME in names or any(map(is_metadata_of_one_rank, names))
             if not busy_in(path) and not is_committed:
-                what = "removing what an interrupted save or removal left; other files stay: %s"
-                _log.warning(what, path)
+                _log.warning("removing an uncommitted step, not others' files in it: %s", path)
                 self.remove(step)
 
     # --- the step to restore ------------------------------------------------------------------

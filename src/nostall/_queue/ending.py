@@ -307,9 +307,9 @@ def finish_all_at_exit() -> None:
     awaited = sum(queue.pending for queue in unfinished if not _is_left_alone(queue))
     if awaited and timeout_s:
         _log.warning(
-            "exiting with %s not finalised; waiting up to %g s (Ctrl-C, twice if needed, gives"
-            " up). To finalise earlier, close the queue or manager",
-            counted(awaited, "request"),
+            "exiting with %s not committed yet; committing takes up to %g s (Ctrl-C, twice if"
+            " needed, gives up). To commit earlier, close the queue or manager",
+            counted(awaited, "save"),
             timeout_s,
         )
     deadline_s = time.monotonic() + timeout_s

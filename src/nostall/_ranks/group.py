@@ -379,8 +379,8 @@ def _look_for_numpy() -> None:
     """Warn once if it is not installed: a job could save, and would fail when it resumes."""
     if not _torch.has_numpy():
         _log.warning(
-            "torch cannot use NumPy, without which dcp.load and dcp.save fail on more than one"
-            " rank: install numpy before you resume"
+            "torch cannot use NumPy, which dcp.load, dcp.save and CheckpointManager need on more"
+            " than one rank: pip install numpy"
         )
 
 

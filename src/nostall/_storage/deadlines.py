@@ -154,7 +154,7 @@ def must_stay(place: str, rank: int | None) -> CheckpointExistsError:
     """The error that a place holds a checkpoint that must not be replaced."""
     return CheckpointExistsError(
         # Stock's words, which programs look for.
-        "Checkpoint already exists and self.overwrite=False, or storage cannot say that none does",
+        "Checkpoint already exists and self.overwrite=False (or storage gave no answer)",
         rank=rank,
         phase="plan",
         path=place,
