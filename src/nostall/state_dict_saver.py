@@ -252,7 +252,7 @@ def _end_without_the_others(save: RankSave, session: SaveSession) -> None:
         split.discard()
     raise session.ranks.lost(
         save.settings.directory,
-        hint="finalise saves, or close the queue, before destroy_process_group()",
+        hint="close the queue or manager, or finalise saves, before destroy_process_group()",
     )
 
 

@@ -163,7 +163,10 @@ class StepDirectories:
             # Ranks may have committed there, each for itself.
             is_committed = _torch.METADATA_NAME in names or any(map(is_metadata_of_one_rank, names))
             if not busy_in(path) and not is_committed:
-                _log.warning("removing an uncommitted step, not others' files in it: %s", path)
+                what = (
+                    "removing an uncommitted step of an interrupted save, not others' files in it"
+                )
+                _log.warning("%s: %s", what, path)
                 self.remove(step)
 
     # --- the step to restore ------------------------------------------------------------------
