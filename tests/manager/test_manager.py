@@ -853,10 +853,8 @@ def test_what_a_crash_has_left_is_removed_by_the_next_save(
         saved(manager, 4)
     assert not half.exists()
     assert (others / "notes.txt").exists()
-    assert (
-        f"removing an uncommitted step of an interrupted save, not others' files in it: {others}"
-        in caplog.text
-    )
+    what = f"removing an interrupted save's uncommitted step, not others' files: {others}"
+    assert what in caplog.text
     assert manager.all_steps() == [1, 4]
     state = numbered(0)
     nostall.load(state, manager.path(5), use_collectives=False)

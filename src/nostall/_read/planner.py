@@ -110,6 +110,7 @@ class LoadPlanner(DefaultLoadPlanner):
         wanted = self._fitting(self.metadata.state_dict_metadata)
         items: list[ReadItem] = []
         for name, (value, entry) in wanted.items():
+            # A subclass may look tensors up elsewhere.
             if type(self) is LoadPlanner and _is_whole(value, entry):
                 self._whole[name] = value
                 items.append(_tensor(name, entry))
