@@ -51,7 +51,7 @@ from nostall._ranks.agreement import View
 from nostall._ranks.group import Coordination, coordination_for
 from nostall._save.stager import warmup
 from nostall.errors import OptionError, RankLostError, SaveTimeoutError
-from nostall.options import is_possible_wait
+from nostall.options import is_possible_wait, require_on_error
 
 __all__ = [
     "ActiveCall",
@@ -88,9 +88,9 @@ class AsyncCallsQueue:
         cpu_shm_mode: Accepted for compatibility; snapshots are always in shared host memory.
         process_group: The ranks that schedule together; the default group if ``None``.
         on_error: ``"raise"``; or ``"warn"``, for jobs that would rather miss a checkpoint than end:
-            log a request that failed on some rank, count it in :attr:`failures`, and continue with
-            the next one. Errors before a request is scheduled, from planning with other ranks, are
-            always raised.
+            log a request that failed on some rank, on rank 0, count it in :attr:`failures`, and
+            continue with the next one. Errors before a request is scheduled, from planning with
+            other ranks, are always raised. ``None`` for that of ``EngineOptions``.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class AsyncCallsQueue:
         cpu_shm_mode: bool = False,
         *,
         process_group: dist.ProcessGroup | None = None,
-        on_error: Literal["raise", "warn"] = "raise",
+        on_error: Literal["raise", "warn"] | None = None,
     ) -> None:
-        if on_error not in ("raise", "warn"):
-            raise OptionError(f"invalid on_error={on_error!r}", hint='use "raise" or "warn"')
+        if on_error is not None:
+            require_on_error(on_error)
         require_possible(cpu_priority, io_priority, sigterm_timeout)
         kind = PersistentAsyncCaller if persistent else TemporalAsyncCaller
         self._is_persistent, self._is_in_use = persistent, False
@@ -114,7 +114,7 @@ class AsyncCallsQueue:
         self._process_group = process_group
         self._on_error = on_error
         self.failures: int = 0
-        """Number of failed requests with ``on_error="warn"``."""
+        """Number of failed requests that were not raised, with ``on_error="warn"``."""
         self._moved_s = 0.0
         """Clock reading when the queue's first request last changed."""
         self._asking = Asking()
@@ -297,10 +297,11 @@ class AsyncCallsQueue:
         except (RankLostError, SaveTimeoutError):  # the ranks cannot continue together
             raise
         except (Exception, CheckpointException) as error:  # on every rank
-            if self._on_error == "raise":
+            if (self._on_error or default_engine().options.on_error) == "raise":
                 raise
             self.failures += 1
-            _log.warning("request %d has failed: %s", call.request.call_idx, error)
+            level = logging.WARNING if coordination.is_coordinator else logging.DEBUG
+            _log.log(level, "request %d has failed: %s", call.request.call_idx, error)
             return False
         return True
 

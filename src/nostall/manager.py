@@ -45,7 +45,7 @@ from nostall._torch import wrap_exception
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import NostallError, OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
-from nostall.options import require_integer
+from nostall.options import require_integer, require_on_error
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     save_state_dict_async_finalize,
@@ -98,6 +98,9 @@ class CheckpointManager:
             a group of one rank as ``process_group`` says the same then.
         on_error: ``"raise"``; or ``"warn"``, by which the error of a failed save is a warning in
             the log. A handle's :meth:`SaveHandle.result` raises it in both cases.
+        on_commit: Called on rank 0 with the directory and the number of each step that this manager
+            has committed (in ``local_staging_dir`` first, if there is one), by the method that
+            learns of it. It must not communicate with other ranks; an exception is logged.
         storage_options: As of :class:`nostall.FileSystemWriterAsync`, for all of the manager.
 
     Raises:
@@ -116,6 +119,7 @@ class CheckpointManager:
         writer: Callable[[str], FileSystemWriterAsync] = FileSystemWriterAsync,
         alone: bool = False,
         on_error: Literal["raise", "warn"] = "raise",
+        on_commit: Callable[[str, int], object] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         require_members(process_group, 0)
@@ -125,8 +129,12 @@ class CheckpointManager:
                 hint="pass what makes the writer of a directory, such as"
                 " partial(FileSystemWriterAsync, thread_count=4)",
             )
-        if on_error not in ("raise", "warn"):
-            raise OptionError(f"invalid on_error={on_error!r:.200}", hint='use "raise" or "warn"')
+        if not (on_commit is None or callable(on_commit)):
+            raise OptionError(
+                f"on_commit={on_commit!r:.200} cannot be called",
+                hint="pass a function of the directory and the step",
+            )
+        require_on_error(on_error)
         policies = policies_of(keep)
         self._save_every = _interval_of(save_every)
         self._better = better_of(policies, metrics or {})
@@ -139,7 +147,8 @@ class CheckpointManager:
         self._is_closed = False
         self._make_writer = writer
         self._on_error = on_error
-        self._queue = AsyncCallsQueue(process_group=process_group)
+        self._on_commit = on_commit
+        self._queue = AsyncCallsQueue(process_group=process_group, on_error="raise")
         self._cache = CheckpointMetadataCache()
         self._handles: deque[SaveHandle] = deque()
         """The save of each request, in order."""
@@ -279,8 +288,16 @@ class CheckpointManager:
             self._retention.own.append(handle.step)
             self._handles.remove(handle)
             handle._outcome = "committed"
-            if coordination_for(self._group).is_coordinator:
-                self._retention.begin()
+            if not coordination_for(self._group).is_coordinator:
+                return
+            self._retention.begin()
+        if self._on_commit is not None:
+            promotion = handle._writer.promotion
+            path = handle.path if promotion is None else promotion.local_path
+            try:
+                self._on_commit(path, handle.step)
+            except Exception:  # the step is committed, and other ranks know of no error
+                _log.exception("on_commit has failed, and the step is committed: path=%s", path)
 
     def _take_root(self, coordination: Coordination) -> int:
         """Lock the root, once, and remove what a crash has left; the highest step. Collective.
@@ -318,6 +335,14 @@ class CheckpointManager:
         """Commit the saves that all ranks have written, without waiting. Collective."""
         with self._reported(), self._settled():
             self._queue.poll()
+
+    def all_committed(self) -> bool:
+        """Whether no save is in progress any more, after a :meth:`poll`; the same on all ranks.
+
+        A save that failed raises its error here, as in :meth:`poll`. Collective.
+        """
+        self.poll()
+        return not self._handles
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all saves are committed or have failed. Collective.

@@ -61,8 +61,12 @@ class EngineOptions:
     A wait during which the process was suspended begins again, once."""
     exit_timeout_s: float = 300.0
     """Longest time that interpreter shutdown spends on completing scheduled saves."""
+    on_error: Literal["raise", "warn"] = "raise"
+    """Whether a queue raises the error of a failed save, or logs it and goes on; for queues that
+    were not told, such as a framework's."""
 
     def __post_init__(self) -> None:
+        require_on_error(self.on_error)
         # Values are kept in Python's own types.
         for name, least in _LEAST.items():
             value = getattr(self, name)
@@ -135,6 +139,11 @@ def require_integer(name: str, value: object, *, at_least: int) -> int:
     if not _is_integer(value) or value < at_least:
         raise _refusal(f"{name}={value!r}", f"an integer of at least {at_least}")
     return int(value)
+
+
+def require_on_error(value: object) -> None:
+    """Raise ``OptionError`` if it is no way to treat the error of a failed save."""
+    require(value in ("raise", "warn"), f"on_error={value!r}", '"raise" or "warn"')
 
 
 def require_switch(name: str, value: object) -> bool:

@@ -7,9 +7,10 @@ them on every rank of the group, in the same order. Between them a rank acts alo
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -25,6 +26,7 @@ from nostall._commit.columns import (
     matches_loaded,
     token_of,
 )
+from nostall._commit.metadata import load_metadata
 from nostall._commit.publication import KnownResults
 from nostall._engine import default_engine
 from nostall._plan.planner import vouch_for
@@ -38,7 +40,10 @@ from nostall._save.prepared import require_written
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import CheckpointMetadataCache, SaveSession, plan_save
 from nostall._storage.directories import busy_in
-from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError
+from nostall._storage.locations import storage_at
+from nostall._storage.port import open_to_read, reason
+from nostall._storage.posix import PosixStorage, make_directory
+from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 
 __all__ = [
@@ -78,6 +83,8 @@ def save_state_dict_async_plan(
     planner: SavePlanner | None = None,
     enable_cache: bool = False,
     metadata_cache: CheckpointMetadataCache | None = None,
+    *,
+    reuse_metadata_obj: Metadata | None = None,
 ) -> tuple[FileSystemWriterAsync, Metadata | None, _torch.DistWrapper]:
     """Plan a save. Collective: call on every rank of the group.
 
@@ -94,6 +101,8 @@ def save_state_dict_async_plan(
         planner: DCP's default planner if ``None``.
         enable_cache: Whether to use and fill ``metadata_cache``.
         metadata_cache: The cache; the process-wide default one if ``None``.
+        reuse_metadata_obj: Metadata of an earlier checkpoint, whose plans a new cache adopts as
+            those of a loaded one. The metadata of this checkpoint is its own.
 
     Returns:
         The writer, the metadata (``None`` except on the coordinator) and the group's wrapper: the
@@ -113,6 +122,8 @@ def save_state_dict_async_plan(
     require_members(process_group, coordinator_rank)
     storage_writer._rank_save.require_over()
     cache = _default_cache if metadata_cache is None else metadata_cache
+    if reuse_metadata_obj is not None:
+        cache.set_cached_global_metadata(reuse_metadata_obj)
     with preemption.deferred(then_end=False), storage_writer._rank_save.timeline.measure("plan"):
         metadata, session = plan_save(
             state_dict,
@@ -184,25 +195,89 @@ def _message(save: RankSave, outcome: RankOutcome, session: SaveSession) -> Rank
     )
 
 
+@overload
+def save_state_dict_async_finalize(
+    storage_writer: FileSystemWriterAsync,
+    global_metadata: Metadata | None,
+    dist_wrapper: _torch.DistWrapper,
+    *,
+    reuse_metadata_obj: Metadata | None = None,
+) -> None: ...
+
+
+@overload
+def save_state_dict_async_finalize(
+    storage_writer: FileSystemWriterAsync,
+    global_metadata: Metadata | None,
+    dist_wrapper: _torch.DistWrapper,
+    *,
+    reuse_metadata_obj: Metadata | None = None,
+    create_metadata_path: str | os.PathLike[str] | None,
+) -> Metadata | None: ...
+
+
 @commits
 def save_state_dict_async_finalize(
     storage_writer: FileSystemWriterAsync,
     global_metadata: Metadata | None,
     dist_wrapper: _torch.DistWrapper,
-) -> None:
+    *,
+    reuse_metadata_obj: Metadata | None = None,  # an established signature
+    create_metadata_path: str | os.PathLike[str] | None = None,
+) -> Metadata | None:
     """Commit a save, or fail it on every rank. Collective: call on every rank of the group.
 
     Waits for this rank's files if they are not written yet.
 
+    Args:
+        storage_writer: What :func:`save_state_dict_async_plan` has returned first.
+        global_metadata: What it has returned second.
+        dist_wrapper: What it has returned third.
+        reuse_metadata_obj: Accepted for compatibility, without effect.
+        create_metadata_path: A file for a copy of the metadata, which the coordinator makes.
+
+    Returns:
+        The metadata on all ranks if ``create_metadata_path`` is given, else ``None``.
+
     Raises:
         CheckpointException: A rank could not write, or the metadata could not be published; raised
-            on every rank, with rank, file and cause. Nothing is published then.
+            on every rank, with rank, file and cause. Nothing is published then. Or the checkpoint
+            is committed, and its metadata could not be copied.
     """
     session = dist_wrapper
     if not isinstance(session, SaveSession):  # the caller's own: without planning results
         session = SaveSession(session.group, session.use_dist, session.coordinator_rank)
     with preemption.deferred(then_end=False):
         _commit_save(storage_writer, global_metadata, session)
+    if create_metadata_path is None:
+        return None
+    return _copy_metadata(storage_writer._rank_save, session, os.path.abspath(create_metadata_path))
+
+
+def _copy_metadata(save: RankSave, session: SaveSession, path: str) -> Metadata:
+    """The committed metadata, on all ranks, once the coordinator has copied it to a file."""
+    settings, coordination = save.settings, coordination_of(session)
+    content, failures = b"", {}
+    if session.is_coordinator:
+        where, name = os.path.split(path)
+        try:
+            with open_to_read(storage_at(settings.directory), settings.metadata_name) as stream:
+                content = stream.read()
+            make_directory(where)
+            PosixStorage(where).publish(name, [content])
+        except Exception as error:  # raised on every rank
+            failure = WriteError(
+                f"cannot copy the metadata: {reason(error)}",
+                rank=settings.rank,
+                phase="commit",
+                path=path,
+                hint="the checkpoint is committed; pass another create_metadata_path",
+            )
+            failures = {settings.rank: sendable(_torch.wrap_exception(failure))}
+    content, failures = coordination.broadcast((content, failures))
+    if failures:
+        raise exception_for(failures, step="write", on_coordinator=session.is_coordinator)
+    return load_metadata(content, path=path)
 
 
 def _commit_save(

@@ -87,6 +87,21 @@ def test_a_killed_worker_fails_megatrons_save_on_every_rank(found: list[Facts]) 
         assert said["wrong"] == []
 
 
+@needs_megatron
+def test_megatrons_training_goes_on_after_a_full_disk(tmp_path: Path) -> None:
+    """With ``install(on_error="warn")``; rank 0 says why, once, and the next save is committed.
+
+    A save that blocks training fails on all ranks, as nostall has made it, and the next one works.
+    """
+    for rank, facts in enumerate(run_ranks(2, "megatron_saves:options", tmp_path)):
+        assert facts["log"].count("No space left") == (rank == 0)
+        assert facts["failures"] == 1
+        assert facts["finalized"] == [1]
+        assert facts["failed"] == [1]
+        assert set(facts["left"]) <= {"common.pt"}
+        assert facts["wrong"] == []
+
+
 def test_checkpoints_of_megatron_0_15_can_be_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -57,6 +57,16 @@ def test_a_failure_on_one_rank_costs_no_other_step(found: Found) -> None:
         assert facts["discarded"] == [2, 3, 4]
 
 
+@on_ranks("managing:failing raise", "managing:failing warn")
+def test_rank_0_is_told_of_each_commit_once_it_is_durable(found: Found) -> None:
+    """An error of the function that is told costs no save; all ranks know when none is pending."""
+    first, second = found
+    assert first["commits"] == [[step, True] for step in (2, 3, 4, 4, 5)]
+    assert second["commits"] == []
+    assert first["pending"]
+    assert second["pending"]
+
+
 @on_ranks("managing:unreadable")
 def test_rank_0_chooses_the_step(found: Found) -> None:
     """Others do not look, and its errors are theirs."""

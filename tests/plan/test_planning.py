@@ -156,6 +156,17 @@ def test_loaded_plans_that_some_ranks_lack_are_not_used(case: str, found: list[F
         assert resumed["untouched"]
 
 
+def test_metadata_is_copied_and_prepared_metadata_serves_another_run(found: list[Found]) -> None:
+    """With NVRx's arguments of planning and finalising; a copy that fails costs no checkpoint."""
+    for facts in (each["prepared_metadata"] for each in found):
+        assert facts["equal"]
+        assert facts["plan"] == VERIFIED
+        assert facts["returned"] is None
+        assert facts["failure"]["ranks"] == [0]
+        assert "1/.metadata" in facts["failure"]["text"]
+        assert "the checkpoint is committed" in facts["failure"]["text"]
+
+
 def test_reuse_is_verified_by_all_ranks(found: list[Found]) -> None:
     """``verify_global_md_reuse`` is true only if every rank's plan is the loaded one.
 

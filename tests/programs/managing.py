@@ -161,7 +161,13 @@ def failing(out: Path, how: Any) -> Facts:
     state: Facts = {f"of {rank}": torch.full((9,), float(rank))}
     broken: Facts = {**state, "object": _Broken()} if rank == 1 else state
     loss: Any = "n/a" if rank == 1 else 0.5
-    manager = CheckpointManager(out, save_every=1, on_error=how)
+    commits: list[tuple[int, bool]] = []
+
+    def note(path: str, step: int) -> None:
+        commits.append((step, (Path(path) / ".metadata").exists()))
+        raise ZeroDivisionError  # no reason to fail
+
+    manager = CheckpointManager(out, save_every=1, on_error=how, on_commit=note)
 
     def save(step: int) -> None:
         dist.barrier()
@@ -183,6 +189,10 @@ def failing(out: Path, how: Any) -> Facts:
     manager.restore(state, 3)
     manager.discard_after(3)
     manager.save(4, state)
+    found["pending"] = not manager.all_committed()
+    while not manager.all_committed():  # as a loop that trains meanwhile
+        dist.barrier()
+    found["commits"] = sorted(commits)
     manager.close()
     return {**found, "handle": told(handle.result), "discarded": manager.all_steps()}
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import glob
+import io
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -27,6 +30,7 @@ Facts = dict[str, Any]
 _INSTALL: dict[str, Callable[[], None]] = {
     "adapter": adapter.install,
     "alias": lambda: nvrx_alias.install(force=True),
+    "options": lambda: adapter.install(on_error="warn", synchronous=True),
 }
 
 
@@ -66,12 +70,17 @@ class Megatron:
 
     def save(self, path: Path, seed: int, strategy: Any) -> Any:
         """A request to save the state; schedule it."""
+        return self._save(path, seed, strategy, async_sharded_save=True)
+
+    def save_now(self, path: Path, seed: int) -> None:
+        """Save the state while training is blocked."""
+        self._save(path, seed, self.strategy())
+
+    def _save(self, path: Path, seed: int, strategy: Any, **options: Any) -> Any:
         if dist.get_rank() == 0:
             path.mkdir(parents=True)
         dist.barrier()
-        return self.checkpointing.save(
-            self.state(seed), str(path), strategy, async_sharded_save=True
-        )
+        return self.checkpointing.save(self.state(seed), str(path), strategy, **options)
 
     def wrong(self, path: Path, seed: int) -> list[str]:
         """Names whose values, as Megatron loads them, differ from the state of ``seed``."""
@@ -171,6 +180,32 @@ def worker_killed(found: Megatron, out: Path) -> Facts:
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
     return {"failed": failed, "left": left, "wrong": found.wrong(out / "after", 2)}
+
+
+def options(out: Path) -> Facts:
+    """Rank 1 has no space for one save in the background, and for one that blocks training."""
+    found, log = Megatron("options"), io.StringIO()
+    logging.getLogger("nostall").addHandler(logging.StreamHandler(log))
+    full = [Fault.errno("chunk", errno.ENOSPC)] if dist.get_rank() == 1 else []
+    queue, strategy = found.queue(), found.strategy()
+    with inject(*full):
+        queue.schedule_async_request(found.save(out / "full", 1, strategy))
+        finalized = queue.maybe_finalize_async_calls(blocking=True)
+    facts: Facts = {"log": log.getvalue(), "failures": queue.failures}
+    queue.schedule_async_request(found.save(out / "next", 2, strategy))
+    facts["finalized"] = finalized + queue.maybe_finalize_async_calls(blocking=True)
+    queue.close()
+    failed: list[int] = []
+    try:
+        with inject(*full):
+            found.save_now(out / "full now", 3)
+    except CheckpointException as error:
+        failed = sorted(error.failures)
+    found.save_now(out / "now", 4)
+    dist.barrier()
+    wrong = found.wrong(out / "next", 2) + found.wrong(out / "now", 4)
+    left = sorted(path.name for each in ("full", "full now") for path in (out / each).iterdir())
+    return {**facts, "failed": failed, "left": left, "wrong": wrong}
 
 
 def documented(out: Path) -> Facts:

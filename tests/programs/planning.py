@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -160,13 +161,13 @@ class Planned:
     said: dict[str, int]
     """Collectives while planning, by name."""
 
-    def finish(self) -> None:
-        """Write and finalise."""
+    def finish(self, **options: Any) -> Any:
+        """Write and finalise, with these options."""
         save_fn, preload_fn, args = self.arguments[0].get_save_function_and_args()
         if save_fn is not None:
             args[1] = preload_fn()
             save_fn(*args)
-        save_state_dict_async_finalize(*self.arguments)
+        return save_state_dict_async_finalize(*self.arguments, **options)
 
 
 def plan(
@@ -178,6 +179,7 @@ def plan(
     group: dist.ProcessGroup | None = None,
     coordinator: int = 0,
     default_cache: bool = False,
+    reuse_metadata_obj: Metadata | None = None,
     **options: Any,
 ) -> Planned:
     """Plan a save, by a writer with these options, and count."""
@@ -190,6 +192,7 @@ def plan(
             planner=planner,
             enable_cache=default_cache or cache is not None,
             metadata_cache=cache,
+            reuse_metadata_obj=reuse_metadata_obj,
         )
     return Planned(arguments, dict(said))
 
@@ -215,7 +218,12 @@ def valid_cache(out: Path) -> CheckpointMetadataCache:
 
 def content(path: Path) -> tuple[Any, Any, Any]:
     """A checkpoint's entries, indices and mappings, read from its metadata."""
-    metadata = read_metadata(path)
+    return content_of(read_metadata(path))
+
+
+def content_of(metadata: Metadata | None) -> tuple[Any, Any, Any]:
+    """Entries, indices and mappings of metadata."""
+    assert metadata is not None
     assert metadata.planner_data is not None
     mappings = {k: v for k, v in metadata.planner_data.items() if not k.startswith("nostall.")}
     return metadata.state_dict_metadata, set(metadata.storage_data), mappings
@@ -615,6 +623,25 @@ def verified(out: Path) -> Facts:
     return facts
 
 
+def prepared_metadata(out: Path) -> Facts:
+    """NVRx's arguments: the metadata is copied, and another run begins with its plans."""
+    copy, impossible = out / "new" / "copy", out / "1" / ".metadata" / "copy"
+    first = plan(out / "1", make_state(1), CheckpointMetadataCache())
+    made = first.finish(create_metadata_path=copy)
+    with copy.open("rb") as stream:
+        prepared = pickle.load(stream)
+    facts: Facts = {"equal": content_of(made) == content_of(prepared) == content(out / "1")}
+    cache = CheckpointMetadataCache()
+    second = plan(out / "2", make_state(2), cache, reuse_metadata_obj=prepared)
+    facts["plan"] = second.said
+    facts["returned"] = second.finish(reuse_metadata_obj=prepared)
+    third = plan(out / "3", make_state(3), cache)
+    facts["failure"] = failure(lambda: third.finish(create_metadata_path=impossible))
+    for number in (1, 2, 3):
+        require_loaded(out / f"{number}", make_state(number))
+    return facts
+
+
 def two_ranks(out: Path) -> dict[str, Any]:
     """All scenarios for two ranks."""
     return {
@@ -632,6 +659,7 @@ def two_ranks(out: Path) -> dict[str, Any]:
             another_coordinator,
             impossible_coordinators,
             verified,
+            prepared_metadata,
         )
     }
 

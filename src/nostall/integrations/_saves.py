@@ -116,7 +116,7 @@ class Saves:
     """
 
     def __init__(self, remove: Callable[[str], None], **writer_options: Any) -> None:
-        self._queue = AsyncCallsQueue()
+        self._queue = AsyncCallsQueue(on_error="raise")
         self._caches: defaultdict[str, CheckpointMetadataCache] = defaultdict(
             CheckpointMetadataCache
         )

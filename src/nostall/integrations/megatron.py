@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from nostall import core, nvrx_alias, state_dict_saver
+from nostall._engine import configure, default_engine
 from nostall._plan.agree import with_local_plans
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError
 from nostall.filesystem_async import FileSystemWriterAsync
+from nostall.options import require_switch
 from nostall.state_dict_saver import CheckpointMetadataCache, save_state_dict_async_finalize
 
 __all__ = ["install"]
@@ -30,19 +33,35 @@ _STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 _Planned = tuple[FileSystemWriterAsync, Metadata | None, Any]
 
 
-def install() -> None:
+def install(*, on_error: Literal["raise", "warn"] | None = None, synchronous: bool = False) -> None:
     """Let Megatron-core save through nostall, in this process. Idempotent.
 
     Call it before Megatron-core is imported. Save and load with Megatron's own functions then.
 
+    Args:
+        on_error: Whether an asynchronous save that fails ends the job, or is logged on rank 0:
+            ``EngineOptions.on_error``, which stays as it is if this is ``None``.
+        synchronous: Whether saves that block training take nostall, too. With Megatron-core 0.16
+            they always do. Their errors are raised.
+
     Raises:
-        OptionError: Megatron-core is not installed; or nvidia-resiliency-ext was imported before.
+        OptionError: Megatron-core is not installed; or nvidia-resiliency-ext was imported before;
+            or an argument is not possible.
     """
-    if _takes_saves_from_nvrx():
-        nvrx_alias.install(force=True)
-    else:
+    if on_error is not None:
+        configure(replace(default_engine().options, on_error=on_error))
+    if not _takes_saves_from_nvrx():
         _replace_own()
         nvrx_alias.vouch_for_megatrons_planner()
+        return
+    nvrx_alias.install(force=True)
+    if require_switch("synchronous", synchronous):
+        import_module(f"{_STRATEGIES}.torch").TorchDistSaveShardedStrategy.save = _save
+
+
+def _save(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+    """Save as Megatron's asynchronous saves do, and wait."""
+    strategy.async_save(sharded_state_dict, checkpoint_dir, async_strategy="nvrx").execute_sync()
 
 
 def _takes_saves_from_nvrx() -> bool:
