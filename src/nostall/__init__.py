@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nostall import integrity as integrity
     from nostall import loading as loading
     from nostall import options as options
+    from nostall import prefetching as prefetching
     from nostall import removal as removal
     from nostall import state_dict_saver as state_dict_saver
     from nostall import stats as stats
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from nostall.manager import KeepLatest as KeepLatest
     from nostall.manager import PerRank as PerRank
     from nostall.options import EngineOptions as EngineOptions
+    from nostall.prefetching import prefetch as prefetch
     from nostall.removal import remove_checkpoint as remove_checkpoint
     from nostall.state_dict_saver import (
         save_state_dict_async_finalize as save_state_dict_async_finalize,
@@ -87,6 +89,7 @@ _HOME = {
     "is_complete": "integrity",
     "latest_complete": "integrity",
     "load": "loading",
+    "prefetch": "prefetching",
     "remove_checkpoint": "removal",
     "save_state_dict_async_finalize": "state_dict_saver",
     "save_state_dict_async_plan": "state_dict_saver",
@@ -107,6 +110,7 @@ _MODULES = (
     "manager",
     "nvrx_alias",
     "options",
+    "prefetching",
     "removal",
     "state_dict_saver",
     "stats",

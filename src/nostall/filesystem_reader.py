@@ -6,8 +6,9 @@ import copy
 import logging
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -230,9 +231,12 @@ class FileSystemReader(dcp.FileSystemReader):
         else:
             casts = self._casts(plan, getattr(planner, "state_dict", None))
         if casts and _place_of_this_rank()[0] == 0:
-            what, kinds = counted(len(casts), "tensor"), ", ".join(sorted(set(casts.values())))
-            _log.info("casting %s, %s: path=%s", what, kinds, self._resolved())
-        with gc_paused():
+            what, kinds = counted(len(casts), "tensor"), sorted(set(casts.values()))
+            level = logging.WARNING if any(map(_loses_fractions, kinds)) else logging.INFO
+            _log.log(level, "casting %s, %s: path=%s", what, ", ".join(kinds), self._resolved())
+        # Training on another thread cannot do without the collector for so long.
+        is_main = threading.current_thread() is threading.main_thread()
+        with gc_paused() if is_main else nullcontext():
             self._read(wanted, planner, plan.storage_data)
         if transformed:
             stock = copy.copy(self)
@@ -332,6 +336,12 @@ class FileSystemReader(dcp.FileSystemReader):
             path=os.path.join(self._resolved(), _torch.METADATA_NAME),
             hint="load another checkpoint",
         )
+
+
+def _loses_fractions(cast: str) -> bool:
+    """Whether a cast, ``saved to target``, is one of floating-point numbers to integers."""
+    saved, _, target = cast.partition(" to ")
+    return "float" in saved and not any(each in target for each in ("float", "complex"))
 
 
 def _place_of_this_rank() -> tuple[int, int]:

@@ -1,30 +1,79 @@
-"""``nostall.load``: all of a checkpoint, or some of it, into objects and tensors that are there."""
+"""``nostall.load``: all of a checkpoint, or some of it, into objects and tensors that are there.
+
+It plans on the caller's thread, and with ``blocking=False`` reads on another one; what it finds for
+objects is handed over by the caller's thread in both cases.
+"""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, MutableMapping
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.stateful import Stateful
 
 from nostall._commit.commit import why_no_checkpoint
-from nostall._model.threads import gc_paused
+from nostall._memory.devices import module_with_streams
+from nostall._model.threads import gc_paused, is_done, spawn_in_torch
 from nostall._read.planner import LoadPlanner
 from nostall._storage.locations import identity, is_address, place_of, require_possible
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
-from nostall.errors import OptionError, ReadError
+from nostall.errors import OptionError, ReadError, SaveTimeoutError
 from nostall.filesystem_reader import Verify
 from nostall.options import require_flags
 from nostall.stats import LoadStats
 
-__all__ = ["load"]
+__all__ = ["Loading", "load"]
+
+
+@overload
+def load(
+    state: MutableMapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    keys: Collection[str] | None = ...,
+    strict: bool = ...,
+    strict_dtype: bool = ...,
+    verify: Verify = ...,
+    threads: int = ...,
+    trust: bool = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    read_once: bool = ...,
+    progress: Callable[[int, int], object] | None = ...,
+    use_collectives: bool = ...,
+    storage_options: Mapping[str, Any] | None = ...,
+    blocking: Literal[True] = True,
+) -> LoadStats: ...
+
+
+@overload
+def load(
+    state: MutableMapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    keys: Collection[str] | None = ...,
+    strict: bool = ...,
+    strict_dtype: bool = ...,
+    verify: Verify = ...,
+    threads: int = ...,
+    trust: bool = ...,
+    process_group: dist.ProcessGroup | None = ...,
+    read_once: bool = ...,
+    progress: Callable[[int, int], object] | None = ...,
+    use_collectives: bool = ...,
+    storage_options: Mapping[str, Any] | None = ...,
+    blocking: Literal[False],
+) -> Loading: ...
 
 
 def load(
@@ -42,7 +91,8 @@ def load(
     progress: Callable[[int, int], object] | None = None,
     use_collectives: bool = True,
     storage_options: Mapping[str, Any] | None = None,
-) -> LoadStats:
+    blocking: bool = True,
+) -> LoadStats | Loading:
     """Load a checkpoint of nostall or stock DCP into a state, as ``dcp.load`` does, but faster.
 
     Tensors are overwritten in place, whatever their sharding; other values of ``state``, also in
@@ -80,9 +130,12 @@ def load(
             ``use_collectives=False``: each rank loads its own part, without communication. Its
             number is that in ``process_group``, or in the default group.
         storage_options: As of :class:`nostall.FileSystemWriterAsync`.
+        blocking: Whether to return when all is loaded. If not, this plans, and returns while other
+            threads read into the tensors, which nothing may use before :meth:`Loading.result`.
+            Without ``process_group``: each rank loads for itself.
 
     Returns:
-        What was loaded.
+        What was loaded; or the load, if it is not ``blocking``.
 
     Raises:
         OptionError: The state does not fit the checkpoint, a key selects nothing, or an argument is
@@ -104,19 +157,25 @@ def load(
             hint='pass a dictionary, such as {"model": model}',
         )
     where = planner.path = os.fspath(path)
-    require_flags(read_once=read_once, use_collectives=use_collectives)
+    require_flags(read_once=read_once, use_collectives=use_collectives, blocking=blocking)
     if read_once and process_group is None:
         raise OptionError(
             "read_once=True needs a process_group", hint="pass the group of all ranks"
         )
     if read_once and not use_collectives:
         raise OptionError("read_once=True needs use_collectives=True")
+    if process_group is not None and not blocking:
+        raise OptionError(
+            "blocking=False excludes a process_group",
+            hint="leave it out: each rank loads for itself; let ranks agree after result()",
+        )
+    loading = None if blocking else Loading(where, progress)
     reader = _Reader(
         identity(place_of(path, storage_options) if is_address(path) else where),
         verify=verify,
         threads=threads,
         process_group=process_group if read_once else None,
-        progress=progress,
+        progress=progress if loading is None else loading._report,
     )
     present = {name: each for name, each in state.items() if planner.touches(name)}
     objects = {
@@ -126,6 +185,20 @@ def load(
         if not isinstance(each, torch.Tensor) and isinstance(each, Stateful)
     }
     present.update({name: each.state_dict() for name, each in objects.items()})
+
+    def finish() -> LoadStats:
+        for name, loaded in present.items():
+            if name in objects:
+                objects[name].load_state_dict(loaded)
+            else:
+                state[name] = loaded
+        return LoadStats(
+            path=where,
+            items=len(planner.loaded),
+            missing=planner.missing,
+            load_s=time.monotonic() - began_s,
+        )
+
     if process_group is None or not use_collectives:
         is_in_group = dist.is_available() and dist.is_initialized()
         number = dist.get_rank(process_group) if is_in_group else 0
@@ -134,20 +207,112 @@ def load(
             planner.set_up_planner(present, metadata, is_coordinator=True)
             reader.set_up_storage_reader(metadata, is_coordinator=True)
             plan = reader.prepare_local_plan(planner.create_local_plan())
-            reader.read_data(planner.finish_plan(plan), planner).wait()
+            plan = planner.finish_plan(plan)
+        if loading is not None:
+            loading._begin(reader, plan, planner, finish)
+            return loading
+        with gc_paused():
+            reader.read_data(plan, planner).wait()
     else:
         dcp.load(present, storage_reader=reader, planner=planner, process_group=process_group)
-    for name, loaded in present.items():
-        if name in objects:
-            objects[name].load_state_dict(loaded)
-        else:
-            state[name] = loaded
-    return LoadStats(
-        path=where,
-        items=len(planner.loaded),
-        missing=planner.missing,
-        load_s=time.monotonic() - began_s,
-    )
+    return finish()
+
+
+class Loading:
+    """A load of ``nostall.load(..., blocking=False)``, which threads read.
+
+    Its tensors have values when :meth:`result` has returned, and any values before; objects, and
+    what is not a tensor, are loaded by that call.
+    """
+
+    def __init__(self, path: str, progress: Callable[[int, int], object] | None) -> None:
+        self.path = path
+        self.progress = 0, 0
+        """Bytes read, and bytes to read; the second is 0 before the first read."""
+        self._passed_on = progress
+        self._is_cancelled = False
+        self._finish: Callable[[], LoadStats] | None = None
+        self._over: Future[None] = Future()
+        self._stats: LoadStats | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`result` need not wait."""
+        return is_done(self._over)
+
+    def cancel(self) -> None:
+        """Read no more; :meth:`result` raises an error then, unless all was read already."""
+        self._is_cancelled = True
+
+    def result(self, timeout: float | None = None) -> LoadStats:
+        """Wait until all is read, and load objects; from then on everything may be used.
+
+        Call it on the thread that uses the state. After an error parts of the state have changed.
+
+        Args:
+            timeout: Longest wait in seconds; ``None`` for no limit.
+
+        Raises:
+            SaveTimeoutError: Not all is read after ``timeout`` seconds; the load continues.
+            ReadError: It was cancelled.
+            OSError: As of :func:`load`, like its other errors of reading.
+        """
+        if not is_done(self._over, threading.TIMEOUT_MAX if timeout is None else timeout):
+            read, total = self.progress
+            raise SaveTimeoutError(
+                f"{read} of {total} bytes are read after {timeout:g} s",
+                phase="read",
+                path=self.path,
+                hint="wait again, or cancel()",
+            )
+        self._over.result()
+        if self._stats is None:
+            assert self._finish is not None
+            self._stats, self._finish = self._finish(), None
+        return self._stats
+
+    def _report(self, read: int, total: int) -> None:
+        self.progress = read, total
+        if self._is_cancelled:
+            raise ReadError(
+                "the load was cancelled",
+                phase="read",
+                path=self.path,
+                hint="tensors may hold some of its values: load again before you use them",
+            )
+        if self._passed_on is not None:
+            self._passed_on(read, total)
+
+    def _begin(
+        self,
+        reader: _Reader,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+        finish: Callable[[], LoadStats],
+    ) -> None:
+        """Begin to read; no method of users' objects is called before :meth:`result`."""
+        objects: list[tuple[ReadItem, io.BytesIO]] = []
+        planner.load_bytes = lambda *each: objects.append(each)  # type: ignore[method-assign]
+        targets = [each for each in planner.state_dict.values() if isinstance(each, torch.Tensor)]
+
+        def read() -> None:
+            try:
+                reader.read_data(plan, planner).wait()
+                for device in {target.device for target in targets}:
+                    if (module := module_with_streams(device)) is not None:
+                        module.synchronize(device)  # the caller's stream knows of no copy
+            except BaseException as error:  # raised by result()
+                self._over.set_exception(error)
+            else:
+                self._over.set_result(None)
+
+        def hand_over() -> LoadStats:
+            for item, value in objects:
+                LoadPlanner.load_bytes(planner, item, value)
+            return finish()
+
+        self._finish = hand_over
+        spawn_in_torch("nostall-load", read)
 
 
 class _Reader(CachedMetadataFileSystemReader):

@@ -17,6 +17,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -572,7 +573,11 @@ def _validated(state: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[s
     require_numpy()  # before a job trains for what it could not restore
     require_state(state)
     try:
-        return {str(name): float(value) for name, value in metrics.items()}
+        # By float(), torch would warn of a loss that is part of a graph.
+        return {
+            str(name): float(value.item() if isinstance(value, torch.Tensor) else value)
+            for name, value in dict[str, Any](metrics).items()
+        }
     except (ArithmeticError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise OptionError(
             f"invalid metrics={metrics!r:.200}: {error}", hint='use {"loss": 0.5}', cause=error

@@ -113,6 +113,7 @@ def looking(path: Path) -> None:
     assert_type(reader, nostall.CachedMetadataFileSystemReader)
     dcp.load(STATE, storage_reader=nostall.FileSystemReader(path, verify="crc", threads=2))
     assert_type(nostall.load(STATE, path, keys=["model"], strict=False), nostall.LoadStats)
+    assert_type(nostall.load(STATE, path, blocking=False), nostall.loading.Loading)
     nostall.FileSystemReader(path, process_group=dist.group.WORLD)
     nostall.FileSystemReader(path, process_group="gloo")  # type: ignore[arg-type]
 

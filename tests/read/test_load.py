@@ -442,13 +442,14 @@ def test_keys_that_are_numbers_are_those_of_the_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "flag", ["trust", "strict", "strict_dtype", "read_once", "use_collectives"]
+    "flag", ["trust", "strict", "strict_dtype", "read_once", "use_collectives", "blocking"]
 )
 def test_flags_are_checked(tmp_path: Path, flag: str) -> None:
     """A text that says no would be taken for true."""
     for wrong in ("no", 0):
+        options: dict[str, Any] = {flag: wrong}
         with pytest.raises(OptionError, match=f"invalid {flag}=.*: expected True or False"):
-            nostall.load({}, tmp_path, **{flag: wrong})  # type: ignore[arg-type]  # refused
+            nostall.load({}, tmp_path, **options)
 
 
 def test_a_default_device_does_not_matter(tmp_path: Path) -> None:
@@ -529,7 +530,10 @@ def casts(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_load_says_once_how_many_tensors_are_cast(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At INFO, by whichever call; nothing is said if all dtypes are those that were saved."""
+    """At INFO, by whichever call, and as a warning if floats become integers.
+
+    Nothing is said if all dtypes are those that were saved.
+    """
     saved = {"a": torch.ones(3), "b": part(SWAPPED), "c": torch.arange(3), "step": 1}
     save(tmp_path / "0", saved)
     half = {"a": torch.zeros(3).half(), "b": torch.zeros(8, 6).half(), "c": torch.zeros(3).long()}
@@ -549,6 +553,10 @@ def test_a_load_says_once_how_many_tensors_are_cast(
     nostall.CheckpointManager(tmp_path / "managed").restore(state)
     (said,) = casts(caplog)
     assert "casting 1 tensor, torch.float32 to torch.bfloat16: path=" in said
+    caplog.set_level(logging.WARNING, logger="nostall")
+    nostall.load({"a": torch.zeros(3).long()}, tmp_path / "0")
+    (said,) = casts(caplog)
+    assert "casting 1 tensor, torch.float32 to torch.int64: path=" in said
 
 
 def test_strict_dtype_refuses_to_cast(tmp_path: Path) -> None:

@@ -163,9 +163,7 @@ class StepDirectories:
             # Ranks may have committed there, each for itself.
             is_committed = _torch.METADATA_NAME in names or any(map(is_metadata_of_one_rank, names))
             if not busy_in(path) and not is_committed:
-                _log.warning(
-                    "removing an interrupted save's uncommitted step, not others' files: %s", path
-                )
+                _log.warning("removing the files of an unfinished save: %s", path)
                 self.remove(step)
 
     # --- the step to restore ------------------------------------------------------------------

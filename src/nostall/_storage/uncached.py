@@ -17,10 +17,12 @@ NFS and FUSE alike.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import errno
 import mmap
 import os
+import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -43,6 +45,8 @@ _REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP})
 """The file system does not do direct reads."""
 _CACHESTAT = 451
 """Number of the system call, of Linux 6.5, on all machines that torch has builds for."""
+_END_TIMEOUT_S = 1.0
+"""For the end of a killed process."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -56,10 +60,28 @@ class UncachedFiles(PosixStorage):
 
     def __init__(self, directory: str) -> None:
         super().__init__(directory)
+        stop_prefetching(os.path.realpath(directory))
         self._free: list[memoryview] = []
 
     def open(self, name: str) -> UncachedSource:
         return UncachedSource(self.where(name), self._free)
+
+
+prefetching: dict[str, subprocess.Popen[bytes]] = {}
+"""Processes that bring files into the page cache (``prefetching.py``), by directory."""
+
+
+def stop_prefetching(directory: str = "") -> None:
+    """End what is still brought of a checkpoint, or of those in the same directory; or of all."""
+    within = f"{directory}/"
+    for begun in [each for each in prefetching if not directory or within.startswith(f"{each}/")]:
+        process = prefetching.pop(begun)
+        process.kill()
+        with suppress(subprocess.TimeoutExpired):  # it waits for storage
+            process.wait(_END_TIMEOUT_S)
+
+
+atexit.register(stop_prefetching)
 
 
 class UncachedSource(PosixSource):

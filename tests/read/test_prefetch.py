@@ -1,0 +1,112 @@
+"""``nostall.prefetch``: what a rank will load is in the page cache before it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import checkpoint as dcp
+
+import nostall
+from benchmarks.machine import cached_share, drop, files_below
+from nostall import prefetching as module
+from nostall._storage.uncached import prefetching, stop_prefetching
+from nostall.errors import OptionError, ReadError
+
+MIB = 1 << 20
+PROGRAM = """
+import sys, nostall
+nostall.prefetch(sys.argv[1])
+assert "torch" not in sys.modules
+from nostall._storage.uncached import prefetching
+(process,) = prefetching.values()
+assert process.wait() == 0
+"""
+
+
+def _state(seed: int) -> dict[str, torch.Tensor]:
+    return {f"w{number}": torch.full((MIB,), float(seed + number)) for number in range(3)}
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    """Two checkpoints, on storage only."""
+    with tempfile.TemporaryDirectory() as directory:
+        for step in (1, 2):
+            writer = nostall.FileSystemWriterAsync(Path(directory) / f"step-{step}")
+            dcp.save(_state(step), storage_writer=writer)
+        drop(files_below(Path(directory)))
+        yield Path(directory)
+
+
+@pytest.mark.parametrize("name", ["", "step-2", "link"])
+def test_the_newest_checkpoint_is_brought_before_torch_is_imported(root: Path, name: str) -> None:
+    """In a directory of checkpoints, or the one that is named; and no other."""
+    (root / "link").symlink_to("step-2")
+    command = [sys.executable, "-c", PROGRAM, str(root / name)]
+    subprocess.run(command, check=True, timeout=100)
+    assert cached_share(files_below(root / "step-2")) == 1
+    assert cached_share([next((root / "step-1").glob("*.distcp"))]) == 0
+
+
+def test_a_load_ends_it_and_reads_the_rest(root: Path) -> None:
+    """A process that does not go on, such as one that waits for storage, holds up no load."""
+    nostall.prefetch(root)
+    (process,) = prefetching.values()
+    os.kill(process.pid, signal.SIGSTOP)
+    nostall.load(loaded := _state(0), root / "step-2")
+    assert process.returncode == -signal.SIGKILL
+    assert prefetching == {}
+    assert all(torch.equal(loaded[name], value) for name, value in _state(2).items())
+
+
+def test_nothing_is_read_for_a_process_that_has_ended(root: Path) -> None:
+    """Whoever began it is no longer the parent."""
+    module.main(str(root), 0, 1, 1 << 40, os.getpid())
+    assert cached_share([next((root / "step-2").glob("*.distcp"))]) == 0
+
+
+@pytest.mark.parametrize("most_nbytes", [1 << 40, 9 * MIB])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_bring_their_own_files_or_an_even_share(
+    tmp_path: Path, world_size: int, most_nbytes: int
+) -> None:
+    """Each byte once, and none more than memory is for."""
+    sizes = {"__0_0.distcp": 10 * MIB + 1, "__0_1.distcp": 1, "__1_0.distcp": 13 * MIB}
+    for name, nbytes in sizes.items():
+        os.truncate(os.open(tmp_path / name, os.O_CREAT | os.O_WRONLY), nbytes)
+    (tmp_path / ".metadata").touch()
+    found: Counter[str] = Counter()
+    for rank in range(world_size):
+        mine = module._pieces(str(tmp_path), rank, world_size, most_nbytes)
+        nbytes_of_mine = sum(each.nbytes for each in mine)
+        names = {Path(each.path).name for each in mine}
+        if world_size == 2:
+            assert all(name.startswith(f"__{rank}_") for name in names)
+        assert nbytes_of_mine <= most_nbytes
+        assert len({(each.path, each.begin) for each in mine}) == len(mine)
+        for each in mine:
+            found[Path(each.path).name] += each.nbytes
+    if most_nbytes > 9 * MIB:
+        assert found == sizes
+    else:
+        assert found.total() == min(sum(sizes.values()), 9 * MIB * world_size)
+
+
+def test_what_is_not_there_is_an_error_of_the_load_only(tmp_path: Path) -> None:
+    """Unless it can be no checkpoint; an object store has no page cache."""
+    nostall.prefetch(tmp_path / "none")
+    with pytest.raises(ReadError):
+        nostall.load(_state(0), tmp_path / "none")
+    stop_prefetching()
+    with pytest.raises(OptionError):
+        nostall.prefetch("")
+    assert prefetching == {}
