@@ -82,6 +82,10 @@ def test_a_profile_of_a_store_is_loaded_by_the_clients_reader(
     assert nostall.latest_complete("msc://store/run") == "msc://store/run/step-1"
     nostall.remove_checkpoint("msc://store/run/step-1")
     assert s3.keys(bucket) == []
+    nostall.configure(nostall.EngineOptions(io_threads=2))  # buffers are smaller than the state
+    large = {f"w{number}": torch.randn(3_000_000) for number in range(4)}
+    dcp.save(large, storage_writer=FileSystemWriterAsync("msc://store/large"))
+    assert nostall.verify("msc://store/large").ok
 
 
 def test_prune_keeps_what_a_link_leads_to(profile: Path) -> None:

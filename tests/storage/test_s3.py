@@ -100,6 +100,16 @@ def test_a_synchronous_save_can_be_loaded_by_everybody(url: str, thread_count: i
     assert target["step"] == 2
 
 
+def test_a_synchronous_save_larger_than_its_buffers_is_whole(url: str) -> None:
+    """Chunks may still be on their way when the next ones are made."""
+    nostall.configure(nostall.EngineOptions(io_threads=2))
+    saved = {f"w{number}": torch.randn(3_000_000) for number in range(8)}
+    dcp.save(saved, storage_writer=FileSystemWriterAsync(url))
+    assert nostall.verify(url).ok
+    nostall.load(loaded := {name: torch.zeros(3_000_000) for name in saved}, url)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+
 def test_a_save_is_loaded_by_stocks_reader_for_fsspec(url: str) -> None:
     """Which needs s3fs."""
     pytest.importorskip("s3fs", reason="`nox -s stores` installs it")

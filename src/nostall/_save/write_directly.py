@@ -5,27 +5,33 @@ Each writing thread assembles the next chunk of a file in its own buffer, seals 
 takes another: copying a chunk overlaps with writing others, and memory for a few chunks is enough
 for a save of any size.
 
+An object store's client still sends from memory after it was handed over. So there each chunk has
+memory of its own, as much as the client sends at a time.
+
 A container's end may extend from one chunk into the next. It is sealed in the chunk where its
 payload ends, in a buffer that is long enough; its last bytes are handed over to the next chunk.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from nostall._engine import Engine
-from nostall._memory.arena import Lease, address_of
+from nostall._memory.arena import address_of
 from nostall._memory.copying import copy_bytes, in_payload_order
-from nostall._model.jobs import RankReport, page_aligned
+from nostall._model.jobs import RankReport, WriteJob, page_aligned
 from nostall._model.values import FileLayout, ItemShape, Slot
 from nostall._save.prepared import PreparedSave
 from nostall._save.stage_and_write import in_thread, job_of, lease_for, stage, wait_for, write_here
+from nostall._storage.locations import is_address
 from nostall._writer.files import perform
 from nostall._writer.seals import Window
 from nostall.errors import ReservationError, StagingError
@@ -49,20 +55,32 @@ def write_directly(prepared: PreparedSave, engine: Engine) -> RankReport:
     ):
         snapshot = stage(prepared, engine, beyond_limit=beyond_limit)
         return write_here(snapshot, prepared.target, engine)
+    target, job = prepared.target, job_of(prepared.layout, prepared.target, engine)
+    job = job._replace(io_threads=threads)
+    if is_address(target.settings.directory):
+        write = partial(_write, prepared, job, lambda _: _Buffer.new(buffer_nbytes))
+        written = in_thread(write, target, engine)
+        return wait_for(written, target, engine)
     nbytes = threads * buffer_nbytes
     try:
         lease = lease_for(prepared, engine, nbytes, beyond_limit=beyond_limit, as_buffer=True)
     except ReservationError:  # then a block that is prepared for a snapshot has to do
         lease = lease_for(prepared, engine, nbytes, beyond_limit=beyond_limit)
-    target, lease = prepared.target, engine.arena.adopt(lease)
+    lease = engine.arena.adopt(lease)
 
-    def write(cancelled: threading.Event) -> RankReport:
+    def write_in_ring(cancelled: threading.Event) -> RankReport:
         try:
-            return _write(prepared, engine, lease, threads, buffer_nbytes, cancelled)
+            lease.block.prepared_views = None  # they are written over
+            base = address_of(lease.block)
+            buffers = [
+                _Buffer(memory=lease.block.image(at, buffer_nbytes), address=base + at)
+                for at in range(0, nbytes, buffer_nbytes)
+            ]
+            return _write(prepared, job, buffers.__getitem__, cancelled)
         finally:
             lease.release()
 
-    written = in_thread(write, target, engine)
+    written = in_thread(write_in_ring, target, engine)
     return wait_for(written, target, engine)
 
 
@@ -80,26 +98,17 @@ def _ring_size(prepared: PreparedSave, engine: Engine) -> tuple[int, int]:
 
 def _write(
     prepared: PreparedSave,
-    engine: Engine,
-    lease: Lease,
-    threads: int,
-    buffer_nbytes: int,
+    job: WriteJob,
+    buffer_of: Callable[[int], _Buffer],
     cancelled: threading.Event,
 ) -> RankReport:
-    lease.block.prepared_views = None  # they are written over
-    base = address_of(lease.block)
-    buffers = [
-        _Buffer(memory=lease.block.image(at, buffer_nbytes), address=base + at)
-        for at in range(0, threads * buffer_nbytes, buffer_nbytes)
-    ]
     payloads = _payloads(prepared)
     images = {
-        file.name: _LiveImage(file, prepared.layout.shapes, payloads, buffers)
+        file.name: _LiveImage(file, prepared.layout.shapes, payloads, buffer_of)
         for file in prepared.layout.files
     }
-    job = job_of(prepared.layout, prepared.target, engine)
     return perform(
-        job._replace(io_threads=threads),
+        job,
         images,
         cancelled=cancelled,
         on_progress=partial(prepared.target.progress.wrote, job.job),
@@ -131,34 +140,41 @@ def _payloads(prepared: PreparedSave) -> list[torch.Tensor | bytes]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Buffer:
-    """One thread's memory and its address."""
+    """Memory for a chunk, and its address."""
 
     memory: memoryview
     address: int
 
+    @classmethod
+    def new(cls, nbytes: int) -> _Buffer:
+        """Memory that nothing else uses, as long as somebody refers to it."""
+        pages = mmap.mmap(-1, nbytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        return cls(memory=memoryview(pages), address=address)
+
 
 class _LiveImage:
-    """A file image that exists only as chunks in buffers, one per thread."""
+    """A file image that exists only as chunks in buffers, of which ``buffer_of`` a thread tells."""
 
     def __init__(
         self,
         file: FileLayout,
         shapes: Sequence[ItemShape],
         payloads: Sequence[torch.Tensor | bytes],
-        buffers: Sequence[_Buffer],
+        buffer_of: Callable[[int], _Buffer],
     ) -> None:
         self._header = file.header
         self._slots = file.slots
         self._begins = [slot.offset for slot in file.slots]
         self._shapes = shapes
         self._payloads = payloads
-        self._buffers = buffers
+        self._buffer_of = buffer_of
         self._reaching_over = b""
         """Sealed bytes that follow the last chunk handed over."""
 
     def window(self, begin: int, end: int, *, thread: int) -> Window:
-        """Assemble a chunk in the thread's buffer."""
-        buffer = self._buffers[thread]
+        """Assemble a chunk in a buffer for the thread."""
+        buffer = self._buffer_of(thread)
         header = memoryview(self._header)[begin:end]
         buffer.memory[: len(header)] = header
         first = max(0, bisect_right(self._begins, begin) - 1)
