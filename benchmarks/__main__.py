@@ -1,4 +1,4 @@
-"""``python -m benchmarks saves|loads|restart|ranks|callers``."""
+"""``python -m benchmarks saves|loads|restart|start|ranks|callers``."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any
 
 import psutil
 
-from benchmarks import callers, loads, ranks, restart, saves
+from benchmarks import callers, loads, ranks, restart, saves, start
 from benchmarks.contenders import all_contenders
 from benchmarks.group import Group, is_launched, joined, launch, working_directory
 from benchmarks.machine import facts, versions
-from benchmarks.report import Report, rendered
+from benchmarks.report import Report, Row, rendered
 from benchmarks.workloads import DEFAULT_MIB, SHAPES, make_workload
 
 _MODULES = {
     "saves": saves,
     "loads": loads,
     "restart": restart,
+    "start": start,
     "ranks": ranks,
     "callers": callers,
 }
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
 def _require_room(given: argparse.Namespace, contenders: int) -> None:
     if given.kind in _WITHOUT_A_SHAPE:
         return
-    copies = {"saves": 3 + contenders, "loads": 5, "restart": 4}[given.kind]
+    copies = {"saves": 3 + contenders, "loads": 5, "restart": 4, "start": 5}[given.kind]
     wanted = copies * _nbytes(given) * getattr(given, "ranks", 1)
     if wanted > (there := psutil.virtual_memory().available):
         raise ValueError(f"this may need {wanted >> 20} MiB of memory, and {there >> 20} are there")
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         ("saves", "save a state dict by each contender, in turns with the machine's limits"),
         ("loads", "load one, from a warm and from a cold page cache"),
         ("restart", "fresh processes, from their start to their first save"),
+        ("start", "programs that import torch, build a model and load"),
         ("ranks", "what a save of many ranks costs its coordinator, simulated"),
         ("callers", "what a save costs the training thread, for several kinds of callers"),
     ):
@@ -116,6 +118,8 @@ def _chosen(given: argparse.Namespace) -> list[Any]:
             everybody = loads.load_contenders()
         case "restart":
             everybody = restart.ways()
+        case "start":
+            everybody = [Row(name=name) for name in start.WAYS]
         case "callers":
             everybody = callers.callers()
         case _:
@@ -137,6 +141,8 @@ def _measured(
     if given.kind == "callers":
         return callers.measure_callers(given.tensors, directory, chosen, rounds=given.rounds)
     nbytes = _nbytes(given)
+    if given.kind == "start":
+        return start.measure_starts(nbytes, directory, chosen, rounds=given.rounds)
     if given.kind == "restart":
         return restart.measure_restarts(given.shape, nbytes, directory, chosen, rounds=given.rounds)
     workload = make_workload(given.shape, nbytes, rank=group.rank, world_size=group.world_size)

@@ -100,6 +100,7 @@ def test_megatrons_training_goes_on_after_a_full_disk(tmp_path: Path) -> None:
         assert facts["failed"] == [1]
         assert set(facts["left"]) <= {"common.pt"}
         assert facts["wrong"] == []
+        assert facts["verl"] == {"queue": True, "noted": ["now", "later"], "wrong": []}
 
 
 def test_checkpoints_of_megatron_0_15_can_be_read(

@@ -8,7 +8,9 @@ import io
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall import nvrx_alias
+from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations import megatron as adapter
 from nostall.integrity import is_complete
@@ -205,7 +208,35 @@ def options(out: Path) -> Facts:
     dist.barrier()
     wrong = found.wrong(out / "next", 2) + found.wrong(out / "now", 4)
     left = sorted(path.name for each in ("full", "full now") for path in (out / each).iterdir())
-    return {**facts, "failed": failed, "left": left, "wrong": wrong}
+    verl = as_verl(found, out / "verl")
+    return {**facts, "failed": failed, "left": left, "wrong": wrong, "verl": verl}
+
+
+def as_verl(found: Megatron, out: Path) -> Facts:
+    """verl's calls: one save that blocks, and one by the queue of Megatron 0.16, or its own."""
+    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelSaveStrategyWrapper,
+    )
+
+    bases = sys.modules.get("megatron.core.dist_checkpointing.strategies.base")
+    queue = getattr(bases, "async_calls", None) or found.queue()
+    noted: list[str] = []
+    for seed, name in enumerate(["now", "later"]):
+        group = dist.group.WORLD
+        strategy = FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy("torch_dist"), group
+        )
+        asks = {"async_sharded_save": True} if name == "later" else {}
+        request = found._save(out / name, seed, strategy, **asks)
+        if request is None:
+            noted.append(name)
+        else:
+            request.add_finalize_fn(partial(noted.append, name))
+            queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    wrong = [each for seed, name in enumerate(noted) for each in found.wrong(out / name, seed)]
+    return {"queue": isinstance(queue, AsyncCallsQueue), "noted": noted, "wrong": wrong}
 
 
 def documented(out: Path) -> Facts:

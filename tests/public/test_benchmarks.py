@@ -87,6 +87,14 @@ def test_fresh_processes_load_and_save(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_programs_load_what_was_saved_before_they_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With and without a prefetch, by stock, and not at all."""
+    monkeypatch.setattr("sys.executable", loaded.executable())
+    for row in measured("start").values():
+        assert {"cold_s", "cold_load_s", "warm_s"} <= row["samples"].keys()
+
+
+@pytest.mark.slow
 def test_two_ranks_start_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun; memory is measured, too."""
     monkeypatch.setattr("sys.executable", loaded.executable())

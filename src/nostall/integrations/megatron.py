@@ -78,8 +78,14 @@ def _takes_saves_from_nvrx() -> bool:
 
 
 def _replace_own() -> None:
-    """Put nostall's classes and functions where modules of Megatron have their own."""
+    """Put nostall's classes and functions where modules of Megatron have their own.
+
+    Also a queue, by which verl saves.
+    """
     replacements: dict[int, tuple[Any, Any]] = {}
+    queue = getattr(import_module(f"{_STRATEGIES}.base"), "async_calls", None)
+    if queue is not None and not isinstance(queue, core.AsyncCallsQueue):
+        replacements[id(queue)] = queue, core.AsyncCallsQueue()
     for name, ours in _OURS.items():
         module, _, attribute = name.partition(".")
         theirs = getattr(import_module(f"{_STRATEGIES}.{module}"), attribute)
