@@ -357,6 +357,11 @@ _BLOCK_NBYTES = 8 << 20
 """How much is sent at a time: the group's deadline is for a block, however long the message."""
 
 
+def sends_from_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether a group has a backend for the CPU."""
+    return _torch.device_for_collectives(group).type == "cpu"
+
+
 class GroupPeers(TorchGroup):
     """The ranks of a process group with a backend for the CPU, such as gloo.
 
@@ -365,7 +370,7 @@ class GroupPeers(TorchGroup):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         require_members(group, 0)
-        if _torch.device_for_collectives(group).type != "cpu":
+        if not sends_from_cpu(group):
             raise OptionError(
                 f"process_group has the backend {dist.get_backend(group)}, which cannot send bytes"
                 " that are on the CPU",

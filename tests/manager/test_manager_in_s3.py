@@ -107,4 +107,4 @@ def test_a_busy_store_does_not_hide_the_newest_step(
 
 def test_ranks_save_and_restore_together(root: str, tmp_path: Path) -> None:
     """Each its own part."""
-    assert run_ranks(2, "managing:below_a_root", tmp_path, root) == [[2, True]] * 2
+    assert run_ranks(2, "managing:below_a_root", tmp_path, root) == [[2, True, True]] * 2

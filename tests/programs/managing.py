@@ -22,9 +22,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import nostall
-from nostall import CheckpointManager, KeepLatest, PerRank, _torch
+from nostall import CheckpointManager, KeepLatest, PerRank, _torch, filesystem_reader
 from nostall import manager as manager_module
 from nostall._manager import steps
+from nostall._read import sharing
 from nostall._storage import posix
 from nostall.errors import NostallError
 from nostall.options import EngineOptions
@@ -119,21 +120,28 @@ def sharded(out: Path) -> Facts:
     return found
 
 
-def below_a_root(out: Path, root: str) -> tuple[int, bool]:
-    """Three steps below a given root: which one is restored, and whether with its values."""
+def below_a_root(out: Path, root: str) -> tuple[int, bool, bool]:
+    """Three steps below a given root: which one is restored, with its values, and read once."""
     del out
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     group = dist.group.WORLD
-    state = {"x": distribute_tensor(torch.arange(1000.0), mesh, [Shard(0)])}
-    with CheckpointManager(root, keep=KeepLatest(2), process_group=group) as manager:
+    whole = torch.arange(9_000.0)
+    state = {"x": distribute_tensor(torch.arange(1000.0), mesh, [Shard(0)]), "whole": whole}
+    reads = patch.object(filesystem_reader, "read_shared", wraps=sharing.read_shared)
+    with (
+        reads as shared,
+        CheckpointManager(root, keep=KeepLatest(2), process_group=group) as manager,
+    ):
         for step in range(3):
             manager.save(step, state)
             state["x"].add_(1)
         manager.wait()
-        found = {"x": distribute_tensor(torch.zeros(1000), mesh, [Shard(0)])}
+        placed = distribute_tensor(torch.zeros(1000), mesh, [Shard(0)])
+        found: Facts = {"x": placed, "whole": torch.zeros(9_000)}
         restored = manager.restore(found)
     assert restored is not None
-    return restored.step, torch.equal(found["x"].full_tensor(), torch.arange(1000.0) + 1 + 1)
+    is_right = torch.equal(found["x"].full_tensor(), torch.arange(1000.0) + 1 + 1)
+    return restored.step, is_right and torch.equal(found["whole"], whole), shared.called
 
 
 # --- failures -------------------------------------------------------------------------------------

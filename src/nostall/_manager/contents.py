@@ -42,8 +42,10 @@ from torch.utils.data import DataLoader
 
 from nostall import _torch
 from nostall._ranks.group import Coordination, require_numpy
+from nostall._storage.locations import is_address
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import DamagedCheckpointError, OptionError, UnknownMetadataError
+from nostall.filesystem_reader import sends_from_cpu
 from nostall.loading import load
 
 _log = logging.getLogger("nostall")
@@ -416,8 +418,10 @@ class Restoration:
         A state of this rank that does not fit is an ``OptionError``, before any value is read.
         """
         group = (process_group or dist.group.WORLD) if self._world_size > 1 else None
+        # A store sends what it is asked for to each rank; files, the page cache reads once.
+        once = group is not None and is_address(self._path) and sends_from_cpu(group)
         try:
-            load(self._items, self._path, trust=True, process_group=group)
+            load(self._items, self._path, trust=True, process_group=group, read_once=once)
         except (OptionError, CheckpointException) as error:
             own: BaseException | None = error
             if isinstance(error, CheckpointException):

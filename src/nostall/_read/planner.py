@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from nostall import _torch
 from nostall._model.names import some
+from nostall._model.threads import gc_paused
 from nostall._read.archives import object_in
 from nostall.errors import OptionError
 from nostall.options import require_flags
@@ -78,6 +79,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self.path: str | None = None
         """The checkpoint, for errors; the reader sets it."""
 
+    @gc_paused()
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -104,6 +106,7 @@ class LoadPlanner(DefaultLoadPlanner):
     def _is_selected(self, name: str) -> bool:
         return self._selection is None or self._selection.has(name)
 
+    @gc_paused()
     def create_local_plan(self) -> LoadPlan:
         """This rank's reads; ``OptionError`` if the state does not fit the checkpoint."""
         assert isinstance(self.metadata, Metadata)
