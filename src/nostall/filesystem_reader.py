@@ -39,6 +39,7 @@ from nostall._storage.posix import PosixStorage
 from nostall._storage.uncached import UncachedFiles
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 from nostall.options import require_integer
+from nostall.prefetching import with_prefetched
 
 __all__ = ["FileSystemReader"]
 
@@ -269,7 +270,7 @@ class FileSystemReader(dcp.FileSystemReader):
         is_read_once = count == 1 or self._peers is not None
         files: ReadableFiles
         if is_address(path):
-            files = storage_at(path)
+            files = with_prefetched(storage_at(path))
         else:
             files = UncachedFiles(path) if is_read_once else PosixStorage(path)
         total = sum(self._nbytes_of(wanted).values())

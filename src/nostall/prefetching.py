@@ -1,26 +1,38 @@
-"""``nostall.prefetch``: a checkpoint comes into the page cache while a program still starts.
+"""``nostall.prefetch``: a checkpoint comes into memory while a program still starts.
 
-A process of its own, which never imports torch, reads what this rank is likely to need. A load
-finds that in the page cache, and ends the process before it reads the rest past the page cache.
+A process of its own, which never imports torch, reads what this rank is likely to need: files into
+the page cache, objects into memory that it shares with this process. A load ends it, and reads the
+rest itself. What was shared is given back after the first load of the checkpoint.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
+import mmap
 import os
 import subprocess
 import sys
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nostall._commit.commit import committed_latest_first
 from nostall._commit.manifest import manifest_alone
 from nostall._model.names import METADATA_NAME, is_given_to_shards
-from nostall._storage.locations import is_address, place_of
-from nostall._storage.port import open_to_read
-from nostall._storage.posix import PosixStorage
-from nostall._storage.uncached import prefetching, stop_prefetching
+from nostall._storage.locations import (
+    is_address,
+    place_of,
+    storage_at,
+    storage_options_of,
+    take_storage_options,
+)
+from nostall._storage.port import Files, ReadableFiles, Source, between, may_have, open_to_read
+from nostall._storage.uncached import Prefetch, prefetching, stop_prefetching
 
 __all__ = ["prefetch"]
 
@@ -28,50 +40,127 @@ _THREADS = 4
 _PIECE_NBYTES = 4 << 20
 
 
-def prefetch(path: str | os.PathLike[str]) -> None:
-    """Begin to bring a checkpoint into this host's page cache, and return at once.
+def prefetch(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> None:
+    """Begin to bring a checkpoint into this host's memory, and return at once.
 
     Call it first in a program: imports and the making of the model then take place meanwhile, as
     does compiling. If as many ranks as ``torchrun`` has started (``WORLD_SIZE``) have saved the
     checkpoint, each brings the files of its own number, otherwise an even share of all. A host's
     ranks bring at most half of the available memory. A load of the checkpoint ends what is not
-    finished, and reads the rest itself. An error is none here: the load will have it. An object
-    store has no page cache, so its checkpoints stay where they are.
+    finished, and reads the rest itself. An error is none here: the load will have it.
 
     Args:
-        path: Checkpoint directory; or a directory of checkpoints, such as the root of a manager, of
-            which the one that was committed last is taken.
+        path: Checkpoint directory, or an address in an object store; or what contains checkpoints,
+            such as the root of a manager, of which the one that was committed last is taken.
+        storage_options: As of :class:`nostall.FileSystemWriterAsync`.
 
     Raises:
         OptionError: ``path`` cannot name a checkpoint.
     """
     import psutil  # the process that reads may not find it
 
-    place = place_of(path)
-    if is_address(place):
-        return
-    place = os.path.realpath(place)
+    from nostall._writer.trainer_side import import_paths  # imports it, too
+
+    place = place_of(path, storage_options)
+    place = place if is_address(place) else os.path.realpath(place)
     stop_prefetching(place)
-    rank, world_size = _number("RANK", 0), _number("WORLD_SIZE", 1)
-    most_nbytes = psutil.virtual_memory().available // (2 * _number("LOCAL_WORLD_SIZE", 1))
+    memory: list[int] = []
+    if is_address(place):
+        memory = [os.memfd_create("nostall:prefetch"), os.memfd_create("nostall:log")]
+    job = {
+        "path": place,
+        "rank": _number("RANK", 0),
+        "world_size": _number("WORLD_SIZE", 1),
+        "most_nbytes": psutil.virtual_memory().available // (2 * _number("LOCAL_WORLD_SIZE", 1)),
+        "parent": os.getpid(),
+        "memory": memory,
+        "options": storage_options_of(place),
+    }
+    paths = [str(Path(__file__).resolve().parents[1]), *(import_paths() if memory else ())]
     entry = (
-        f"import sys; sys.path.append(sys.argv[1]); from {__name__} import main;"
-        " main(sys.argv[2], *map(int, sys.argv[3:]))"
+        f"import json, sys; job = json.load(sys.stdin); sys.path += {paths!r};"
+        f" from {__name__} import main; main(**job)"
     )
-    root = Path(__file__).resolve().parents[1]
-    numbers = map(str, (rank, world_size, most_nbytes, os.getpid()))
-    with suppress(OSError):  # no process can be started
-        prefetching[place] = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", entry, root, place, *numbers],
-            stdin=subprocess.DEVNULL,
+    with suppress(OSError):  # no process can be started, or it has ended
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", entry],
+            stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            pass_fds=memory,
         )
+        prefetching[place] = Prefetch(process, tuple(memory))
+        assert process.stdin is not None
+        with process.stdin as stream:  # not as arguments: options may be secret
+            stream.write(json.dumps(job).encode())
 
 
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and int(text) >= default else default
+
+
+# --- what was brought from an object store --------------------------------------------------------
+
+
+def with_prefetched(files: ReadableFiles) -> ReadableFiles:
+    """The files of a store, with what was brought of them; that is brought no more."""
+    memory, log = stop_prefetching(files.where())
+    pieces: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for line in log.splitlines(keepends=True):
+        if line.endswith(b"\n"):  # the last one may have been cut
+            where, begin, nbytes, at = json.loads(line)
+            pieces[where].append((begin, begin + nbytes, at))
+    return files if memory is None else _Brought(files, memory, pieces)
+
+
+class _Brought:
+    """Files of a store, parts of which are in memory."""
+
+    def __init__(
+        self,
+        files: ReadableFiles,
+        memory: mmap.mmap,
+        pieces: Mapping[str, list[tuple[int, int, int]]],
+    ) -> None:
+        self._files = files
+        self._memory = memoryview(memory)
+        self._pieces = pieces
+        self.where = files.where
+
+    def open(self, name: str) -> Source:
+        source, pieces = self._files.open(name), self._pieces.get(self.where(name))
+        return source if pieces is None else _BroughtSource(source, self._memory, sorted(pieces))
+
+
+class _BroughtSource:
+    """A file whose first bytes of a range may be in memory."""
+
+    def __init__(
+        self, source: Source, memory: memoryview, pieces: list[tuple[int, int, int]]
+    ) -> None:
+        self.stat = source.stat
+        self.close = source.close
+        self._source = source
+        self._memory = memory
+        self._pieces = pieces
+        self._begins = [begin for begin, _, _ in pieces]
+
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        end = min(offset + sum(map(len, memories)), self.stat.nbytes)
+        reached = offset
+        while reached < end:
+            begin, stop, at = self._pieces[max(0, bisect_right(self._begins, reached) - 1)]
+            if not begin <= reached < stop:
+                rest = between(memories, reached - offset, end - offset)
+                return reached - offset + self._source.read_into(reached, *rest)
+            for target in between(memories, reached - offset, min(stop, end) - offset):
+                first = at + reached - begin
+                target[:] = self._memory[first : first + len(target)]
+                reached += len(target)
+        return max(0, end - offset)
 
 
 # --- the process that reads -----------------------------------------------------------------------
@@ -80,34 +169,59 @@ def _number(name: str, default: int) -> int:
 class _Piece(NamedTuple):
     """Neighbouring bytes of a file."""
 
-    path: str
+    name: str
     begin: int
     nbytes: int
 
 
-def main(path: str, rank: int, world_size: int, most_nbytes: int, parent: int) -> None:
-    """Read a rank's part of the checkpoint at a path, while the parent lives."""
-    os.nice(10)
-    if not os.path.exists(os.path.join(path, METADATA_NAME)):
-        path = committed_latest_first(path)[0]
-    # Its next() is one instruction of the interpreter, so threads can share it.
-    pieces = iter(_pieces(path, rank, world_size, most_nbytes))
+def main(
+    *,
+    path: str,
+    rank: int,
+    world_size: int,
+    most_nbytes: int,
+    parent: int,
+    memory: list[int],
+    options: str,
+) -> None:
+    """Read a rank's part of the checkpoint at a path, while the parent lives.
 
-    def read(memory: bytearray) -> None:
-        for each in pieces:
+    From an object store it goes to the first of two descriptors; the second gets a line for each
+    piece: address of the file, first byte, length, and place in the first.
+    """
+    os.nice(10)
+    take_storage_options(path, options)
+    if not may_have(storage_at(path), METADATA_NAME):
+        path = committed_latest_first(path)[0]
+    storage = storage_at(path)
+    if memory:
+        fcntl.fcntl(memory[1], fcntl.F_SETFL, os.O_APPEND)
+    # Its next() is one instruction of the interpreter, so threads can share it.
+    pieces = iter([*enumerate(_pieces(storage, rank, world_size, most_nbytes))])
+
+    def read(buffer: bytearray) -> None:
+        name, source = "", None
+        for number, each in pieces:
             if os.getppid() != parent:
                 return
-            fd = os.open(each.path, os.O_RDONLY)
-            os.preadv(fd, [memoryview(memory)[: each.nbytes]], each.begin)
-            os.close(fd)
+            if source is None or name != each.name:
+                if source is not None:
+                    source.close()
+                name, source = each.name, storage.open(each.name)
+            part = memoryview(buffer)[: each.nbytes]
+            source.read_into(each.begin, part)
+            if memory:
+                at = number * _PIECE_NBYTES
+                os.pwrite(memory[0], part, at)
+                line = json.dumps([storage.where(name), each.begin, each.nbytes, at])
+                os.write(memory[1], f"{line}\n".encode())
 
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(read, [bytearray(_PIECE_NBYTES) for _ in range(_THREADS)]))
 
 
-def _pieces(path: str, rank: int, world_size: int, most_nbytes: int) -> list[_Piece]:
+def _pieces(storage: Files, rank: int, world_size: int, most_nbytes: int) -> list[_Piece]:
     """A rank's part, in the order of files and offsets."""
-    storage = PosixStorage(path)
     with open_to_read(storage, METADATA_NAME) as stream:
         manifest = manifest_alone(stream)
     if manifest is None:
@@ -128,7 +242,7 @@ def _pieces(path: str, rank: int, world_size: int, most_nbytes: int) -> list[_Pi
     for name, nbytes in sizes.items():
         first, last = max(begin - offset, 0), min(end - offset, nbytes)
         found += [
-            _Piece(storage.where(name), at, min(_PIECE_NBYTES, last - at))
+            _Piece(name, at, min(_PIECE_NBYTES, last - at))
             for at in range(first, last, _PIECE_NBYTES)
         ]
         offset += nbytes

@@ -18,6 +18,7 @@ from torch.distributed import checkpoint as dcp
 import nostall
 from benchmarks.machine import cached_share, drop, files_below
 from nostall import prefetching as module
+from nostall._storage.posix import PosixStorage
 from nostall._storage.uncached import prefetching, stop_prefetching
 from nostall.errors import OptionError, ReadError
 
@@ -27,7 +28,7 @@ import sys, nostall
 nostall.prefetch(sys.argv[1])
 assert "torch" not in sys.modules
 from nostall._storage.uncached import prefetching
-(process,) = prefetching.values()
+((process, _),) = prefetching.values()
 assert process.wait() == 0
 """
 
@@ -60,7 +61,7 @@ def test_the_newest_checkpoint_is_brought_before_torch_is_imported(root: Path, n
 def test_a_load_ends_it_and_reads_the_rest(root: Path) -> None:
     """A process that does not go on, such as one that waits for storage, holds up no load."""
     nostall.prefetch(root)
-    (process,) = prefetching.values()
+    ((process, _),) = prefetching.values()
     os.kill(process.pid, signal.SIGSTOP)
     nostall.load(loaded := _state(0), root / "step-2")
     assert process.returncode == -signal.SIGKILL
@@ -70,7 +71,15 @@ def test_a_load_ends_it_and_reads_the_rest(root: Path) -> None:
 
 def test_nothing_is_read_for_a_process_that_has_ended(root: Path) -> None:
     """Whoever began it is no longer the parent."""
-    module.main(str(root), 0, 1, 1 << 40, os.getpid())
+    module.main(
+        path=str(root),
+        rank=0,
+        world_size=1,
+        most_nbytes=1 << 40,
+        parent=os.getpid(),
+        memory=[],
+        options="{}",
+    )
     assert cached_share([next((root / "step-2").glob("*.distcp"))]) == 0
 
 
@@ -86,15 +95,15 @@ def test_ranks_bring_their_own_files_or_an_even_share(
     (tmp_path / ".metadata").touch()
     found: Counter[str] = Counter()
     for rank in range(world_size):
-        mine = module._pieces(str(tmp_path), rank, world_size, most_nbytes)
+        mine = module._pieces(PosixStorage(str(tmp_path)), rank, world_size, most_nbytes)
         nbytes_of_mine = sum(each.nbytes for each in mine)
-        names = {Path(each.path).name for each in mine}
+        names = {each.name for each in mine}
         if world_size == 2:
             assert all(name.startswith(f"__{rank}_") for name in names)
         assert nbytes_of_mine <= most_nbytes
-        assert len({(each.path, each.begin) for each in mine}) == len(mine)
+        assert len({(each.name, each.begin) for each in mine}) == len(mine)
         for each in mine:
-            found[Path(each.path).name] += each.nbytes
+            found[each.name] += each.nbytes
     if most_nbytes > 9 * MIB:
         assert found == sizes
     else:

@@ -28,6 +28,7 @@ import nostall
 from nostall._save import publish as publishing
 from nostall._storage.locations import storage_at
 from nostall._storage.port import Conflict, Storage
+from nostall._storage.uncached import prefetching
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, OptionError, ReadError, WriteError
@@ -108,6 +109,28 @@ def test_a_synchronous_save_larger_than_its_buffers_is_whole(url: str) -> None:
     assert nostall.verify(url).ok
     nostall.load(loaded := {name: torch.zeros(3_000_000) for name in saved}, url)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_what_was_prefetched_is_not_asked_for_again(
+    s3: S3Server, url: str, *, is_complete: bool
+) -> None:
+    """That is the newest checkpoint below an address; a load reads what is missing itself."""
+    saved = {f"w{number}": torch.randn(3_000_000) for number in range(3)}
+    dcp.save(saved, storage_writer=FileSystemWriterAsync(url))
+    nostall.prefetch(url.rpartition("/")[0])
+    ((process, (memory, _)),) = prefetching.values()
+    if is_complete:
+        assert process.wait() == 0
+    else:
+        wait_until(lambda: os.fstat(memory).st_size > 0)
+        process.kill()
+    before = len(s3.requests())
+    nostall.load(loaded := {name: torch.zeros(3_000_000) for name in saved}, url)
+    asked = [each for each in s3.requests()[before:] if "distcp" in each and "GET" in each]
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+    assert not (is_complete and asked)
+    assert not prefetching
 
 
 def test_a_save_is_loaded_by_stocks_reader_for_fsspec(url: str) -> None:

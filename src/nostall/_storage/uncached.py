@@ -27,7 +27,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from nostall._storage.port import between
 from nostall._storage.posix import PosixSource, PosixStorage
@@ -67,18 +67,36 @@ class UncachedFiles(PosixStorage):
         return UncachedSource(self.where(name), self._free)
 
 
-prefetching: dict[str, subprocess.Popen[bytes]] = {}
-"""Processes that bring files into the page cache (``prefetching.py``), by directory."""
+class Prefetch(NamedTuple):
+    """A process that brings a checkpoint into memory (``prefetching.py``)."""
+
+    process: subprocess.Popen[bytes]
+    memory: tuple[int, ...]
+    """From an object store: descriptors of what was brought, and of a text that says what is where.
+    Empty for files, which come into the page cache."""
 
 
-def stop_prefetching(directory: str = "") -> None:
-    """End what is still brought of a checkpoint, or of those in the same directory; or of all."""
-    within = f"{directory}/"
-    for begun in [each for each in prefetching if not directory or within.startswith(f"{each}/")]:
-        process = prefetching.pop(begun)
+prefetching: dict[str, Prefetch] = {}
+"""By the place of the checkpoint, or of the checkpoints."""
+
+
+def stop_prefetching(place: str = "") -> tuple[mmap.mmap | None, bytes]:
+    """End what is still brought of a checkpoint, or of those in the same place; or of all.
+
+    Returns what was brought from an object store, and what is where in it.
+    """
+    brought, text, within = None, b"", f"{place}/"
+    for begun in [each for each in prefetching if not place or within.startswith(f"{each}/")]:
+        process, memory = prefetching.pop(begun)
         process.kill()
         with suppress(subprocess.TimeoutExpired):  # it waits for storage
             process.wait(_END_TIMEOUT_S)
+        if memory and os.fstat(memory[0]).st_size:
+            brought = mmap.mmap(memory[0], 0, access=mmap.ACCESS_READ)
+            text = os.pread(memory[1], os.fstat(memory[1]).st_size, 0)
+        for fd in memory:
+            os.close(fd)
+    return brought, text
 
 
 atexit.register(stop_prefetching)
