@@ -108,11 +108,11 @@ def _number(name: str, default: int) -> int:
 def with_prefetched(files: ReadableFiles) -> ReadableFiles:
     """The files of a store, with what was brought of them; that is brought no more."""
     memory, log = stop_prefetching(files.where())
-    pieces: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    pieces: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
     for line in log.splitlines(keepends=True):
         if line.endswith(b"\n"):  # the last one may have been cut
-            where, begin, nbytes, at = json.loads(line)
-            pieces[where].append((begin, begin + nbytes, at))
+            where, version, begin, nbytes, at = json.loads(line)
+            pieces[where, version].append((begin, begin + nbytes, at))
     return files if memory is None else _Brought(files, memory, pieces)
 
 
@@ -123,7 +123,7 @@ class _Brought:
         self,
         files: ReadableFiles,
         memory: mmap.mmap,
-        pieces: Mapping[str, list[tuple[int, int, int]]],
+        pieces: Mapping[tuple[str, str], list[tuple[int, int, int]]],
     ) -> None:
         self._files = files
         self._memory = memoryview(memory)
@@ -131,7 +131,8 @@ class _Brought:
         self.where = files.where
 
     def open(self, name: str) -> Source:
-        source, pieces = self._files.open(name), self._pieces.get(self.where(name))
+        source = self._files.open(name)
+        pieces = self._pieces.get((self.where(name), str(source.stat.version)))
         return source if pieces is None else _BroughtSource(source, self._memory, sorted(pieces))
 
 
@@ -187,7 +188,7 @@ def main(
     """Read a rank's part of the checkpoint at a path, while the parent lives.
 
     From an object store it goes to the first of two descriptors; the second gets a line for each
-    piece: address of the file, first byte, length, and place in the first.
+    piece: address and version of the file, first byte, length, and place in the first.
     """
     os.nice(10)
     take_storage_options(path, options)
@@ -213,8 +214,8 @@ def main(
             if memory:
                 at = number * _PIECE_NBYTES
                 os.pwrite(memory[0], part, at)
-                line = json.dumps([storage.where(name), each.begin, each.nbytes, at])
-                os.write(memory[1], f"{line}\n".encode())
+                line = storage.where(name), str(source.stat.version), each.begin, each.nbytes, at
+                os.write(memory[1], f"{json.dumps(line)}\n".encode())
 
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(read, [bytearray(_PIECE_NBYTES) for _ in range(_THREADS)]))

@@ -133,6 +133,20 @@ def test_what_was_prefetched_is_not_asked_for_again(
     assert not prefetching
 
 
+def test_what_was_prefetched_of_an_older_file_is_not_loaded(s3: S3Server, url: str) -> None:
+    """Other programs may use a name again; nostall does not."""
+    dcp.save({"w": torch.ones(3_000_000)}, storage_writer=FileSystemWriterAsync(url))
+    nostall.prefetch(url)
+    ((process, _),) = prefetching.values()
+    assert process.wait() == 0
+    bucket, _, key = f"{url}/{shard_of(url)}".removeprefix("s3://").partition("/")
+    content = bytearray(s3.client().get_object(Bucket=bucket, Key=key)["Body"].read())
+    content[4_000_000:4_000_400] = bytes(400)
+    s3.client().put_object(Bucket=bucket, Key=key, Body=bytes(content))
+    nostall.load(loaded := {"w": torch.zeros(3_000_000)}, url)
+    assert 0 < (loaded["w"] != 1).sum() < 110
+
+
 def test_a_save_is_loaded_by_stocks_reader_for_fsspec(url: str) -> None:
     """Which needs s3fs."""
     pytest.importorskip("s3fs", reason="`nox -s stores` installs it")
