@@ -90,7 +90,7 @@ class AsyncCallsQueue:
         on_error: ``"raise"``; or ``"warn"``, for jobs that would rather miss a checkpoint than end:
             log a request that failed on some rank, on rank 0, count it in :attr:`failures`, and
             continue with the next one. Errors before a request is scheduled, from planning with
-            other ranks, are always raised. ``None`` for that of ``EngineOptions``.
+            other ranks, are always raised. ``None`` for ``EngineOptions.on_error``.
     """
 
     def __init__(

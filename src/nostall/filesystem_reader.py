@@ -39,7 +39,7 @@ from nostall._storage.posix import PosixStorage
 from nostall._storage.uncached import UncachedFiles
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 from nostall.options import require_integer
-from nostall.prefetching import with_prefetched
+from nostall.prefetching import running, with_prefetched
 
 __all__ = ["FileSystemReader"]
 
@@ -270,10 +270,12 @@ class FileSystemReader(dcp.FileSystemReader):
         is_read_once = count == 1 or self._peers is not None
         files: ReadableFiles
         if is_address(path):
-            files = with_prefetched(storage_at(path))
+            files = storage_at(path)
         else:
             files = UncachedFiles(path) if is_read_once else PosixStorage(path)
         total = sum(self._nbytes_of(wanted).values())
+        if running:
+            files = with_prefetched(files, path, total)
         counter = ReadCounter(total, self._progress)
         read = partial(
             read_items,
@@ -340,9 +342,11 @@ class FileSystemReader(dcp.FileSystemReader):
 
 
 def _loses_fractions(cast: str) -> bool:
-    """Whether a cast, ``saved to target``, is one of floating-point numbers to integers."""
-    saved, _, target = cast.partition(" to ")
-    return "float" in saved and not any(each in target for each in ("float", "complex"))
+    """Whether a cast, ``saved to target``, is one to integers."""
+    saved, target = (
+        any(kind in each for kind in ("float", "complex")) for each in cast.split(" to ")
+    )
+    return saved and not target
 
 
 def _place_of_this_rank() -> tuple[int, int]:

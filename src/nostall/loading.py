@@ -6,11 +6,13 @@ objects is handed over by the caller's thread in both cases.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from concurrent.futures import Future
 from typing import Any, Literal, overload
@@ -30,7 +32,7 @@ from nostall._storage.locations import identity, is_address, place_of, require_p
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
 from nostall.errors import OptionError, ReadError, SaveTimeoutError
 from nostall.filesystem_reader import Verify
-from nostall.options import require_flags
+from nostall.options import is_possible_wait, require_flags
 from nostall.stats import LoadStats
 
 __all__ = ["Loading", "load"]
@@ -114,8 +116,8 @@ def load(
             does not have stays as it is. Also whether it must have nothing for a dictionary that is
             empty in the state: that of an optimizer is, before its first step.
         strict_dtype: Whether tensors must have the dtypes in the checkpoint. By default values are
-            cast to the dtype of the tensor that they are loaded into, and one INFO message says of
-            how many tensors.
+            cast to the dtype of the tensor that they are loaded into, and one message says of how
+            many tensors: at INFO, or a warning if some are cast to integers.
         verify: As of :class:`nostall.FileSystemReader`.
         threads: The same.
         trust: Unpickle objects of any class, which can run code. Otherwise they must be of the
@@ -233,7 +235,10 @@ class Loading:
         self._is_cancelled = False
         self._finish: Callable[[], LoadStats] | None = None
         self._over: Future[None] = Future()
-        self._stats: LoadStats | None = None
+        self._ended: Future[LoadStats] = Future()
+        """How :meth:`result` ends, once objects were loaded."""
+        self._lock = threading.RLock()
+        _in_progress.add(self)
 
     @property
     def done(self) -> bool:
@@ -253,11 +258,16 @@ class Loading:
             timeout: Longest wait in seconds; ``None`` for no limit.
 
         Raises:
+            OptionError: ``timeout`` is not possible.
             SaveTimeoutError: Not all is read after ``timeout`` seconds; the load continues.
             ReadError: It was cancelled.
             OSError: As of :func:`load`, like its other errors of reading.
         """
-        if not is_done(self._over, threading.TIMEOUT_MAX if timeout is None else timeout):
+        if timeout is None:
+            timeout = threading.TIMEOUT_MAX
+        if not is_possible_wait(timeout):
+            raise OptionError(f"invalid timeout={timeout!r}", hint="use seconds, or None")
+        if not is_done(self._over, timeout):
             read, total = self.progress
             raise SaveTimeoutError(
                 f"{read} of {total} bytes are read after {timeout:g} s",
@@ -266,10 +276,16 @@ class Loading:
                 hint="wait again, or cancel()",
             )
         self._over.result()
-        if self._stats is None:
-            assert self._finish is not None
-            self._stats, self._finish = self._finish(), None
-        return self._stats
+        with self._lock:
+            if (finish := self._finish) is not None:
+                self._finish = None
+                try:
+                    self._ended.set_result(finish())
+                except BaseException as error:  # raised below, and by each later call
+                    self._ended.set_exception(error)
+            if not self._ended.done():
+                raise OptionError("result() was called by an object that it is loading")
+        return self._ended.result()
 
     def _report(self, read: int, total: int) -> None:
         self.progress = read, total
@@ -294,10 +310,12 @@ class Loading:
         objects: list[tuple[ReadItem, io.BytesIO]] = []
         planner.load_bytes = lambda *each: objects.append(each)  # type: ignore[method-assign]
         targets = [each for each in planner.state_dict.values() if isinstance(each, torch.Tensor)]
+        is_inference = torch.is_inference_mode_enabled()
 
         def read() -> None:
             try:
-                reader.read_data(plan, planner).wait()
+                with torch.inference_mode(is_inference):
+                    reader.read_data(plan, planner).wait()
                 for device in {target.device for target in targets}:
                     if (module := module_with_streams(device)) is not None:
                         module.synchronize(device)  # the caller's stream knows of no copy
@@ -313,6 +331,17 @@ class Loading:
 
         self._finish = hand_over
         spawn_in_torch("nostall-load", read)
+
+
+_in_progress: weakref.WeakSet[Loading] = weakref.WeakSet()
+
+
+def _cancel_at_exit() -> None:
+    for loading in list(_in_progress):
+        loading.cancel()  # nobody can ask for its result any more
+
+
+atexit.register(_cancel_at_exit)
 
 
 class _Reader(CachedMetadataFileSystemReader):

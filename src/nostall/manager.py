@@ -340,7 +340,7 @@ class CheckpointManager:
     def all_committed(self) -> bool:
         """Whether no save is in progress any more, after a :meth:`poll`; the same on all ranks.
 
-        A save that failed raises its error here, as in :meth:`poll`. Collective.
+        A failed save raises its error here, or is logged with ``on_error="warn"``. Collective.
         """
         self.poll()
         return not self._handles

@@ -62,8 +62,8 @@ class EngineOptions:
     exit_timeout_s: float = 300.0
     """Longest time that interpreter shutdown spends on completing scheduled saves."""
     on_error: Literal["raise", "warn"] = "raise"
-    """Whether a queue raises the error of a failed save, or logs it and goes on; for queues that
-    were not told, such as a framework's."""
+    """Whether a queue raises the error of a failed save, or logs it and goes on; for queues made
+    without ``on_error``, such as a framework's."""
 
     def __post_init__(self) -> None:
         require_on_error(self.on_error)

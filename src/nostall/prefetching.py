@@ -2,17 +2,19 @@
 
 A process of its own, which never imports torch, reads what this rank is likely to need: files into
 the page cache, objects into memory that it shares with this process. A load ends it, and reads the
-rest itself. What was shared is given back after the first load of the checkpoint.
+rest itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import json
 import mmap
 import os
 import subprocess
 import sys
+import threading
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ from typing import Any, NamedTuple
 
 from nostall._commit.commit import committed_latest_first
 from nostall._commit.manifest import manifest_alone
+from nostall._memory.arena import available_nbytes, memory_descriptor
 from nostall._model.names import METADATA_NAME, is_given_to_shards
 from nostall._storage.locations import (
     is_address,
@@ -32,12 +35,13 @@ from nostall._storage.locations import (
     take_storage_options,
 )
 from nostall._storage.port import Files, ReadableFiles, Source, between, may_have, open_to_read
-from nostall._storage.uncached import Prefetch, prefetching, stop_prefetching
 
 __all__ = ["prefetch"]
 
 _THREADS = 4
 _PIECE_NBYTES = 4 << 20
+_END_TIMEOUT_S = 1.0
+"""Longest wait for a killed process, which may be waiting for storage."""
 
 
 def prefetch(
@@ -47,9 +51,13 @@ def prefetch(
 
     Call it first in a program: imports and the making of the model then take place meanwhile, as
     does compiling. If as many ranks as ``torchrun`` has started (``WORLD_SIZE``) have saved the
-    checkpoint, each brings the files of its own number, otherwise an even share of all. A host's
-    ranks bring at most half of the available memory. A load of the checkpoint ends what is not
-    finished, and reads the rest itself. An error is none here: the load will have it.
+    checkpoint, each brings the files of its own number, otherwise an even share of all. The ranks
+    of a host bring at most half of the available memory. A load of the checkpoint by nostall ends
+    what is not finished, and reads the rest itself. Errors of storage are not raised here; the load
+    raises them.
+
+    Files come into the page cache. Memory with parts of an object store is given back after a load
+    that needs at least half of them, or when something else is brought.
 
     Args:
         path: Checkpoint directory, or an address in an object store; or what contains checkpoints,
@@ -59,31 +67,26 @@ def prefetch(
     Raises:
         OptionError: ``path`` cannot name a checkpoint.
     """
-    import psutil  # the process that reads may not find it
+    from nostall._writer.trainer_side import import_paths  # with a package the process may not find
 
-    from nostall._writer.trainer_side import import_paths  # imports it, too
-
-    place = place_of(path, storage_options)
-    place = place if is_address(place) else os.path.realpath(place)
-    stop_prefetching(place)
-    memory: list[int] = []
-    if is_address(place):
-        memory = [os.memfd_create("nostall:prefetch"), os.memfd_create("nostall:log")]
-    job = {
-        "path": place,
-        "rank": _number("RANK", 0),
-        "world_size": _number("WORLD_SIZE", 1),
-        "most_nbytes": psutil.virtual_memory().available // (2 * _number("LOCAL_WORLD_SIZE", 1)),
-        "parent": os.getpid(),
-        "memory": memory,
-        "options": storage_options_of(place),
-    }
-    paths = [str(Path(__file__).resolve().parents[1]), *(import_paths() if memory else ())]
-    entry = (
-        f"import json, sys; job = json.load(sys.stdin); sys.path += {paths!r};"
-        f" from {__name__} import main; main(**job)"
-    )
-    with suppress(OSError):  # no process can be started, or it has ended
+    place = _real(place_of(path, storage_options))
+    stop_prefetching()
+    with suppress(OSError):  # memory is refused, or a process
+        memory = tuple(map(memory_descriptor, _NAMES if is_address(place) else ()))
+        job = {
+            "path": place,
+            "rank": _number("RANK", 0),
+            "world_size": _number("WORLD_SIZE", 1),
+            "most_nbytes": available_nbytes() // (2 * _number("LOCAL_WORLD_SIZE", 1)),
+            "parent": os.getpid(),
+            "memory": memory,
+            "options": storage_options_of(place),
+        }
+        paths = [str(Path(__file__).resolve().parents[1]), *(import_paths() if memory else ())]
+        entry = (
+            "import json, os, sys; os.nice(10); job = json.load(sys.stdin);"
+            f" sys.path += {paths!r}; from {__name__} import main; main(**job)"
+        )
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", entry],
             stdin=subprocess.PIPE,
@@ -91,10 +94,13 @@ def prefetch(
             stderr=subprocess.DEVNULL,
             pass_fds=memory,
         )
-        prefetching[place] = Prefetch(process, tuple(memory))
+        running[place] = _Prefetch(process, memory)
         assert process.stdin is not None
         with process.stdin as stream:  # not as arguments: options may be secret
             stream.write(json.dumps(job).encode())
+
+
+_NAMES = "nostall:prefetch", "nostall:prefetch-log"
 
 
 def _number(name: str, default: int) -> int:
@@ -102,29 +108,84 @@ def _number(name: str, default: int) -> int:
     return int(text) if text.isdecimal() and int(text) >= default else default
 
 
-# --- what was brought from an object store --------------------------------------------------------
+def _real(place: str) -> str:
+    return place if is_address(place) else os.path.realpath(place)
 
 
-def with_prefetched(files: ReadableFiles) -> ReadableFiles:
-    """The files of a store, with what was brought of them; that is brought no more."""
-    memory, log = stop_prefetching(files.where())
+# --- for loads ------------------------------------------------------------------------------------
+
+
+class _Prefetch(NamedTuple):
+    """A process that brings a checkpoint."""
+
+    process: subprocess.Popen[bytes]
+    memory: tuple[int, ...]
+    """From an object store: descriptors of what was brought, and of a text that says what is where.
+    Empty for files."""
+
+    def stop(self) -> None:
+        """End the process. Idempotent."""
+        self.process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_TIMEOUT_S)
+
+
+running: dict[str, _Prefetch] = {}
+"""Prefetches that are in progress or unused, by the path or address that was given."""
+_lock = threading.Lock()
+os.register_at_fork(after_in_child=running.clear)  # it is not the child's process
+
+
+def stop_prefetching() -> None:
+    """End all prefetches, and give back what was not used."""
+    with _lock:
+        while running:
+            _, ended = running.popitem()
+            ended.stop()
+            for fd in ended.memory:
+                os.close(fd)
+
+
+atexit.register(stop_prefetching)
+
+
+def with_prefetched(files: ReadableFiles, place: str, nbytes: int) -> ReadableFiles:
+    """The files of a checkpoint, parts of which may be in memory, for a load of ``nbytes``."""
+    within = f"{_real(place)}/"
+    with _lock:
+        for begun in [each for each in running if within.startswith(f"{each}/")]:
+            prefetch = running[begun]
+            prefetch.stop()
+            pieces = _pieces_in(prefetch.memory[1]) if prefetch.memory else {}
+            held = os.fstat(prefetch.memory[0]).st_size if pieces else 0
+            if held:
+                memory = mmap.mmap(prefetch.memory[0], held, access=mmap.ACCESS_READ)
+                files = _Brought(files, memory, pieces)
+            if nbytes >= held // 2:
+                del running[begun]
+                for fd in prefetch.memory:
+                    os.close(fd)
+    return files
+
+
+_Held = Mapping[tuple[str, str], list[tuple[int, int, int]]]
+"""By address and version of a file: begin and end of each piece that is in memory, and where."""
+
+
+def _pieces_in(log: int) -> _Held:
     pieces: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
-    for line in log.splitlines(keepends=True):
+    text = os.pread(log, os.fstat(log).st_size, 0)
+    for line in text.splitlines(keepends=True):
         if line.endswith(b"\n"):  # the last one may have been cut
             where, version, begin, nbytes, at = json.loads(line)
             pieces[where, version].append((begin, begin + nbytes, at))
-    return files if memory is None else _Brought(files, memory, pieces)
+    return pieces
 
 
 class _Brought:
     """Files of a store, parts of which are in memory."""
 
-    def __init__(
-        self,
-        files: ReadableFiles,
-        memory: mmap.mmap,
-        pieces: Mapping[tuple[str, str], list[tuple[int, int, int]]],
-    ) -> None:
+    def __init__(self, files: ReadableFiles, memory: mmap.mmap, pieces: _Held) -> None:
         self._files = files
         self._memory = memoryview(memory)
         self._pieces = pieces
@@ -190,7 +251,6 @@ def main(
     From an object store it goes to the first of two descriptors; the second gets a line for each
     piece: address and version of the file, first byte, length, and place in the first.
     """
-    os.nice(10)
     take_storage_options(path, options)
     if not may_have(storage_at(path), METADATA_NAME):
         path = committed_latest_first(path)[0]

@@ -40,7 +40,7 @@ from nostall._save.prepared import require_written
 from nostall._save.rank_save import RankSave
 from nostall._save.split_plan import CheckpointMetadataCache, SaveSession, plan_save
 from nostall._storage.directories import busy_in
-from nostall._storage.locations import storage_at
+from nostall._storage.locations import is_address, storage_at
 from nostall._storage.port import open_to_read, reason
 from nostall._storage.posix import PosixStorage, make_directory
 from nostall.errors import OptionError, SaveAbortedError, SaveTimeoutError, WriteError
@@ -101,8 +101,8 @@ def save_state_dict_async_plan(
         planner: DCP's default planner if ``None``.
         enable_cache: Whether to use and fill ``metadata_cache``.
         metadata_cache: The cache; the process-wide default one if ``None``.
-        reuse_metadata_obj: Metadata of an earlier checkpoint, whose plans a new cache adopts as
-            those of a loaded one. The metadata of this checkpoint is its own.
+        reuse_metadata_obj: Metadata of an earlier checkpoint. A new cache may reuse its plans; no
+            effect without ``enable_cache``, or if the cache already has plans.
 
     Returns:
         The writer, the metadata (``None`` except on the coordinator) and the group's wrapper: the
@@ -243,15 +243,24 @@ def save_state_dict_async_finalize(
         CheckpointException: A rank could not write, or the metadata could not be published; raised
             on every rank, with rank, file and cause. Nothing is published then. Or the checkpoint
             is committed, and its metadata could not be copied.
+        OptionError: ``create_metadata_path`` is an address.
     """
     session = dist_wrapper
     if not isinstance(session, SaveSession):  # the caller's own: without planning results
         session = SaveSession(session.group, session.use_dist, session.coordinator_rank)
+    if create_metadata_path is not None and is_address(create_metadata_path):
+        raise OptionError(
+            f"create_metadata_path={create_metadata_path!r:.200} is in an object store",
+            hint="pass a path of a file system",
+        )
     with preemption.deferred(then_end=False):
         _commit_save(storage_writer, global_metadata, session)
-    if create_metadata_path is None:
-        return None
-    return _copy_metadata(storage_writer._rank_save, session, os.path.abspath(create_metadata_path))
+        if create_metadata_path is None:
+            return None
+        save, path = storage_writer._rank_save, os.path.abspath(create_metadata_path)
+        if not session.ranks.is_of(session):
+            raise session.ranks.lost(path, hint="the checkpoint is committed")
+        return _copy_metadata(save, session, path)
 
 
 def _copy_metadata(save: RankSave, session: SaveSession, path: str) -> Metadata:

@@ -18,7 +18,9 @@ import nostall
 from nostall._storage.uncached import UncachedFiles, UncachedSource
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError, SaveTimeoutError
 from nostall.loading import Loading
+from support.ranks import run_python
 from support.reads import empty_like, same, save
+from support.waiting import error_of
 
 
 class Recorder:
@@ -140,3 +142,50 @@ def test_errors_of_planning_are_raised_at_once(tmp_path: Path) -> None:
     save(tmp_path, state_of(1))
     with pytest.raises(OptionError, match="Size mismatch"):
         nostall.load({"large": torch.zeros(3)}, tmp_path, blocking=False)
+
+
+def test_an_object_that_refuses_its_state_does_so_each_time(tmp_path: Path) -> None:
+    """None is loaded twice, from several threads either."""
+    first, second = Recorder(1.0), Recorder(1.0)
+    save(tmp_path, {"first": first.state_dict(), "second": second.state_dict()})
+    second.load_state_dict = lambda _: 1 / 0  # type: ignore[method-assign, assignment]
+    loading = nostall.load({"first": first, "second": second}, tmp_path, blocking=False)
+    errors: list[BaseException | None] = []
+    threads = [
+        threading.Thread(target=lambda: errors.append(error_of(loading.result))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [type(each) for each in errors] == [ZeroDivisionError] * 4
+    assert len(first.calls) == 1
+
+
+def test_tensors_of_inference_mode_are_loaded(tmp_path: Path) -> None:
+    """Into another dtype, which changes them by torch's means."""
+    save(tmp_path, {"w": torch.full((9, 9), 3.0)})
+    with torch.inference_mode():
+        state = {"w": torch.zeros(9, 9).half()}
+        nostall.load(state, tmp_path, blocking=False).result(60)
+    assert state["w"].eq(3).all()
+
+
+def test_the_end_of_the_program_waits_for_no_load(tmp_path: Path) -> None:
+    """Nobody could use it."""
+    save(tmp_path, {"w": torch.ones(9_000_000)})
+    program = """
+import atexit, sys, time, torch, nostall
+from nostall._storage.uncached import UncachedSource
+really, calls = UncachedSource.read_into, []
+atexit.register(lambda: print(len(calls)))
+def slowly(*arguments):
+    calls.append(None)
+    time.sleep(0.2)
+    return really(*arguments)
+UncachedSource.read_into = slowly
+loading = nostall.load({"w": torch.zeros(9_000_000)}, sys.argv[1], threads=1, blocking=False)
+"""
+    ended = run_python("-c", program, tmp_path, timeout_s=60)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) < 6  # of nine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -17,18 +18,17 @@ from torch.distributed import checkpoint as dcp
 
 import nostall
 from benchmarks.machine import cached_share, drop, files_below
-from nostall import prefetching as module
 from nostall._storage.posix import PosixStorage
-from nostall._storage.uncached import prefetching, stop_prefetching
 from nostall.errors import OptionError, ReadError
+from nostall.prefetching import _Brought, _pieces, main, running, stop_prefetching
 
 MIB = 1 << 20
 PROGRAM = """
 import sys, nostall
 nostall.prefetch(sys.argv[1])
 assert "torch" not in sys.modules
-from nostall._storage.uncached import prefetching
-((process, _),) = prefetching.values()
+from nostall.prefetching import running
+((process, _),) = running.values()
 assert process.wait() == 0
 """
 
@@ -61,17 +61,17 @@ def test_the_newest_checkpoint_is_brought_before_torch_is_imported(root: Path, n
 def test_a_load_ends_it_and_reads_the_rest(root: Path) -> None:
     """A process that does not go on, such as one that waits for storage, holds up no load."""
     nostall.prefetch(root)
-    ((process, _),) = prefetching.values()
+    ((process, _),) = running.values()
     os.kill(process.pid, signal.SIGSTOP)
     nostall.load(loaded := _state(0), root / "step-2")
     assert process.returncode == -signal.SIGKILL
-    assert prefetching == {}
+    assert running == {}
     assert all(torch.equal(loaded[name], value) for name, value in _state(2).items())
 
 
 def test_nothing_is_read_for_a_process_that_has_ended(root: Path) -> None:
     """Whoever began it is no longer the parent."""
-    module.main(
+    main(
         path=str(root),
         rank=0,
         world_size=1,
@@ -95,7 +95,7 @@ def test_ranks_bring_their_own_files_or_an_even_share(
     (tmp_path / ".metadata").touch()
     found: Counter[str] = Counter()
     for rank in range(world_size):
-        mine = module._pieces(PosixStorage(str(tmp_path)), rank, world_size, most_nbytes)
+        mine = _pieces(PosixStorage(str(tmp_path)), rank, world_size, most_nbytes)
         nbytes_of_mine = sum(each.nbytes for each in mine)
         names = {each.name for each in mine}
         if world_size == 2:
@@ -110,12 +110,31 @@ def test_ranks_bring_their_own_files_or_an_even_share(
         assert found.total() == min(sum(sizes.values()), 9 * MIB * world_size)
 
 
+@pytest.mark.parametrize("offset", [0, 10, 99, 150, 250, 390])
+def test_what_is_not_in_memory_is_read(tmp_path: Path, offset: int) -> None:
+    """Pieces that follow each other are used from the first byte asked for on."""
+    (tmp_path / "file").write_bytes(b"s" * 400)
+    files = PosixStorage(str(tmp_path))
+    version = str(files.open("file").stat.version)
+    with mmap.mmap(-1, 300) as memory:
+        memory.write(b"m" * 300)
+        pieces = {(files.where("file"), version): [(100, 200, 100), (0, 100, 0), (300, 350, 200)]}
+        source = _Brought(files, memory, pieces).open("file")
+        target = bytearray(250)
+        read = source.read_into(offset, memoryview(target)[:7], memoryview(target)[7:])
+        del source
+    expected = (b"m" * 200 + b"s" * 100 + b"m" * 50 + b"s" * 50)[offset : offset + 250]
+    if offset < 300:  # the rest of the range is asked for as a whole
+        expected = expected[: max(0, 200 - offset)] + b"s" * (len(expected) - max(0, 200 - offset))
+    assert bytes(target[:read]) == expected
+
+
 def test_what_is_not_there_is_an_error_of_the_load_only(tmp_path: Path) -> None:
-    """Unless it can be no checkpoint; an object store has no page cache."""
+    """Unless the path can be none."""
     nostall.prefetch(tmp_path / "none")
     with pytest.raises(ReadError):
         nostall.load(_state(0), tmp_path / "none")
     stop_prefetching()
     with pytest.raises(OptionError):
         nostall.prefetch("")
-    assert prefetching == {}
+    assert running == {}

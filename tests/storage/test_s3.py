@@ -28,13 +28,13 @@ import nostall
 from nostall._save import publish as publishing
 from nostall._storage.locations import storage_at
 from nostall._storage.port import Conflict, Storage
-from nostall._storage.uncached import prefetching
 from nostall.cli import main
 from nostall.core import AsyncCallsQueue
 from nostall.errors import NotDurableError, OptionError, ReadError, WriteError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.filesystem_reader import Verify
 from nostall.integrity import State
+from nostall.prefetching import running
 from programs.save_once import save, save_in_background, state_of
 from support import storage_contract
 from support.faults import Fault, Hold, inject
@@ -111,34 +111,38 @@ def test_a_synchronous_save_larger_than_its_buffers_is_whole(url: str) -> None:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
 
 
-@pytest.mark.parametrize("is_complete", [True, False])
-def test_what_was_prefetched_is_not_asked_for_again(
-    s3: S3Server, url: str, *, is_complete: bool
-) -> None:
+@pytest.mark.parametrize("way", ["load", "restore", "killed"])
+def test_what_was_prefetched_is_not_asked_for_again(s3: S3Server, url: str, way: str) -> None:
     """That is the newest checkpoint below an address; a load reads what is missing itself."""
     saved = {f"w{number}": torch.randn(3_000_000) for number in range(3)}
-    dcp.save(saved, storage_writer=FileSystemWriterAsync(url))
-    nostall.prefetch(url.rpartition("/")[0])
-    ((process, (memory, _)),) = prefetching.values()
-    if is_complete:
-        assert process.wait() == 0
-    else:
+    root = url.rpartition("/")[0]
+    with nostall.CheckpointManager(root) as manager:
+        manager.save(1, saved)
+    nostall.prefetch(root)
+    ((process, (memory, _)),) = running.values()
+    if way == "killed":
         wait_until(lambda: os.fstat(memory).st_size > 0)
         process.kill()
+    else:
+        assert process.wait(60) == 0
     before = len(s3.requests())
-    nostall.load(loaded := {name: torch.zeros(3_000_000) for name in saved}, url)
+    loaded = {name: torch.zeros(3_000_000) for name in saved}
+    if way == "restore":
+        manager.restore(loaded)
+    else:
+        nostall.load(loaded, manager.path(1))
     asked = [each for each in s3.requests()[before:] if "distcp" in each and "GET" in each]
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
-    assert not (is_complete and asked)
-    assert not prefetching
+    assert way == "killed" or not asked
+    assert not running
 
 
 def test_what_was_prefetched_of_an_older_file_is_not_loaded(s3: S3Server, url: str) -> None:
     """Other programs may use a name again; nostall does not."""
     dcp.save({"w": torch.ones(3_000_000)}, storage_writer=FileSystemWriterAsync(url))
     nostall.prefetch(url)
-    ((process, _),) = prefetching.values()
-    assert process.wait() == 0
+    ((process, _),) = running.values()
+    assert process.wait(60) == 0
     bucket, _, key = f"{url}/{shard_of(url)}".removeprefix("s3://").partition("/")
     content = bytearray(s3.client().get_object(Bucket=bucket, Key=key)["Body"].read())
     content[4_000_000:4_000_400] = bytes(400)

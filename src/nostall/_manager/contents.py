@@ -418,7 +418,7 @@ class Restoration:
         A state of this rank that does not fit is an ``OptionError``, before any value is read.
         """
         group = (process_group or dist.group.WORLD) if self._world_size > 1 else None
-        # A store sends what it is asked for to each rank; files, the page cache reads once.
+        # A store would send the same bytes to each rank; of files, the page cache reads them once.
         once = group is not None and is_address(self._path) and sends_from_cpu(group)
         try:
             load(self._items, self._path, trust=True, process_group=group, read_once=once)

@@ -154,7 +154,7 @@ class _Buffer:
 
 
 class _LiveImage:
-    """A file image that exists only as chunks in buffers, of which ``buffer_of`` a thread tells."""
+    """A file image that exists only as chunks; ``buffer_of(thread)`` is for a thread's next one."""
 
     def __init__(
         self,

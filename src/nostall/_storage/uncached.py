@@ -17,17 +17,15 @@ NFS and FUSE alike.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import errno
 import mmap
 import os
-import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from nostall._storage.port import between
 from nostall._storage.posix import PosixSource, PosixStorage
@@ -45,8 +43,6 @@ _REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP})
 """The file system does not do direct reads."""
 _CACHESTAT = 451
 """Number of the system call, of Linux 6.5, on all machines that torch has builds for."""
-_END_TIMEOUT_S = 1.0
-"""For the end of a killed process."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -60,46 +56,10 @@ class UncachedFiles(PosixStorage):
 
     def __init__(self, directory: str) -> None:
         super().__init__(directory)
-        stop_prefetching(os.path.realpath(directory))
         self._free: list[memoryview] = []
 
     def open(self, name: str) -> UncachedSource:
         return UncachedSource(self.where(name), self._free)
-
-
-class Prefetch(NamedTuple):
-    """A process that brings a checkpoint into memory (``prefetching.py``)."""
-
-    process: subprocess.Popen[bytes]
-    memory: tuple[int, ...]
-    """From an object store: descriptors of what was brought, and of a text that says what is where.
-    Empty for files, which come into the page cache."""
-
-
-prefetching: dict[str, Prefetch] = {}
-"""By the place of the checkpoint, or of the checkpoints."""
-
-
-def stop_prefetching(place: str = "") -> tuple[mmap.mmap | None, bytes]:
-    """End what is still brought of a checkpoint, or of those in the same place; or of all.
-
-    Returns what was brought from an object store, and what is where in it.
-    """
-    brought, text, within = None, b"", f"{place}/"
-    for begun in [each for each in prefetching if not place or within.startswith(f"{each}/")]:
-        process, memory = prefetching.pop(begun)
-        process.kill()
-        with suppress(subprocess.TimeoutExpired):  # it waits for storage
-            process.wait(_END_TIMEOUT_S)
-        if memory and os.fstat(memory[0]).st_size:
-            brought = mmap.mmap(memory[0], 0, access=mmap.ACCESS_READ)
-            text = os.pread(memory[1], os.fstat(memory[1]).st_size, 0)
-        for fd in memory:
-            os.close(fd)
-    return brought, text
-
-
-atexit.register(stop_prefetching)
 
 
 class UncachedSource(PosixSource):

@@ -48,15 +48,16 @@ def install(*, on_error: Literal["raise", "warn"] | None = None, synchronous: bo
         OptionError: Megatron-core is not installed; or nvidia-resiliency-ext was imported before;
             or an argument is not possible.
     """
-    if on_error is not None:
-        configure(replace(default_engine().options, on_error=on_error))
+    synchronous = require_switch("synchronous", synchronous)
     if not _takes_saves_from_nvrx():
         _replace_own()
         nvrx_alias.vouch_for_megatrons_planner()
-        return
-    nvrx_alias.install(force=True)
-    if require_switch("synchronous", synchronous):
-        import_module(f"{_STRATEGIES}.torch").TorchDistSaveShardedStrategy.save = _save
+    else:
+        nvrx_alias.install(force=True)
+        if synchronous:
+            import_module(f"{_STRATEGIES}.torch").TorchDistSaveShardedStrategy.save = _save
+    if on_error is not None:
+        configure(replace(default_engine().options, on_error=on_error))
 
 
 def _save(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
