@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -119,3 +120,19 @@ def python_path() -> str:
     """A ``PYTHONPATH`` with which children find this package, and all that this process has."""
     root = str(Path(__file__).resolve().parents[1])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def answer_of(module: str, arguments: Sequence[str]) -> Any:
+    """What a module that is run in a fresh process prints last, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, *arguments],
+        env={**os.environ, "PYTHONPATH": python_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise ChildProcessError(f"status {done.returncode}: {' '.join(last)}")
+    return json.loads(done.stdout.splitlines()[-1])

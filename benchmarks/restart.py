@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -13,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import fresh, machine
-from benchmarks.group import Group, python_path
+from benchmarks.group import Group, answer_of
 from benchmarks.loads import save_with_nostall
 from benchmarks.report import Column, Report, Row, Sample, WrongData, attempt, in_rounds
 from benchmarks.workloads import make_workload, said_of
@@ -36,7 +32,6 @@ LEGEND = """\
 Median [quartiles] of processes, in ms. total: from the start of the process until the first step
 could begin, without making the model: the interpreter and torch, nostall, finding the checkpoint,
 loading it. later: the median of three saves after the first."""
-_TIMEOUT_S = 600.0
 
 
 def ways() -> list[Row]:
@@ -54,18 +49,7 @@ def measure_restarts(
         machine.bring_in(machine.files_below(root))
         machine.warm_free_memory(directory, saved_nbytes, Group())
         arguments = [str(time.monotonic()), way, shape, str(nbytes), str(root)]
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", fresh.__name__, *arguments],
-            env={**os.environ, "PYTHONPATH": python_path()},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-        )
-        if done.returncode:
-            last = done.stderr.strip().splitlines()[-1:]
-            raise ChildProcessError(f"status {done.returncode}: {' '.join(last)}")
-        answer = json.loads(done.stdout.splitlines()[-1])
+        answer = answer_of(fresh.__name__, arguments)
         if answer["wrong"]:
             raise WrongData(f"it did not load what was saved: {said_of(answer['wrong'])}")
         seconds: Sample = answer["seconds"]

@@ -7,8 +7,6 @@ is SECONDS of work on one core, and memory for its tensors.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import machine
-from benchmarks.group import Group, python_path
+from benchmarks.group import Group, answer_of
 from benchmarks.report import Column, Report, Row, Sample, WrongData, attempt, in_rounds
 
 WAYS = ("no load", "nostall.load", "nostall.load prefetched", "dcp.load")
@@ -33,7 +31,6 @@ Median [quartiles] of processes, in seconds from their start until the checkpoin
 the files out of the page cache, and in it. Building the model takes as long as the first cold load
 by nostall.load. Prefetched: nostall.prefetch is the first call of the program."""
 _TENSORS = 64
-_TIMEOUT_S = 600.0
 
 
 def measure_starts(nbytes: int, directory: Path, rows: Sequence[Row], *, rounds: int) -> Report:
@@ -63,18 +60,7 @@ def measure_starts(nbytes: int, directory: Path, rows: Sequence[Row], *, rounds:
 
 def _run(way: str, model_s: float, nbytes: int, path: Path) -> Sample:
     arguments = [str(time.monotonic()), way, str(model_s), str(nbytes), str(path)]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", __spec__.name, *arguments],
-        env={**os.environ, "PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=_TIMEOUT_S,
-    )
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
-        raise ChildProcessError(f"status {done.returncode}: {' '.join(last)}")
-    sample: Sample = json.loads(done.stdout.splitlines()[-1])
+    sample: Sample = answer_of(__spec__.name, arguments)
     if sample.pop("wrong"):
         raise WrongData("it did not load what was saved")
     return sample
