@@ -123,7 +123,7 @@ def python_path() -> str:
 
 
 def answer_of(module: str, arguments: Sequence[str]) -> Any:
-    """What a module that is run in a fresh process prints last, as JSON."""
+    """The last line that a module prints in a fresh process, read as JSON."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", module, *arguments],
         env={**os.environ, "PYTHONPATH": python_path()},
