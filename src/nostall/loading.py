@@ -307,8 +307,8 @@ class Loading:
         finish: Callable[[], LoadStats],
     ) -> None:
         """Begin to read; no method of users' objects is called before :meth:`result`."""
-        objects: list[tuple[ReadItem, io.BytesIO]] = []
-        planner.load_bytes = lambda *each: objects.append(each)  # type: ignore[method-assign]
+        held: list[tuple[ReadItem, io.BytesIO]] = []
+        planner.load_bytes = lambda *each: held.append(each)  # type: ignore[method-assign]  # later
         targets = [each for each in planner.state_dict.values() if isinstance(each, torch.Tensor)]
         is_inference = torch.is_inference_mode_enabled()
 
@@ -325,7 +325,7 @@ class Loading:
                 self._over.set_result(None)
 
         def hand_over() -> LoadStats:
-            for item, value in objects:
+            for item, value in held:
                 LoadPlanner.load_bytes(planner, item, value)
             return finish()
 

@@ -133,7 +133,16 @@ class _Prefetch(NamedTuple):
 running: dict[str, _Prefetch] = {}
 """Prefetches that are in progress or unused, by the path or address that was given."""
 _lock = threading.Lock()
-os.register_at_fork(after_in_child=running.clear)  # it is not the child's process
+
+
+def _start_over() -> None:
+    """In a forked child: forget the prefetches, which are the parent's."""
+    global _lock  # noqa: PLW0603  # the process has one
+    running.clear()
+    _lock = threading.Lock()  # another thread may have held it at the fork
+
+
+os.register_at_fork(after_in_child=_start_over)
 
 
 def stop_prefetching() -> None:
@@ -270,10 +279,9 @@ def main(
                     source.close()
                 name, source = each.name, storage.open(each.name)
             part = memoryview(buffer)[: each.nbytes]
-            source.read_into(each.begin, part)
-            if memory:
-                at = number * _PIECE_NBYTES
-                os.pwrite(memory[0], part, at)
+            is_whole = source.read_into(each.begin, part) == each.nbytes
+            at = number * _PIECE_NBYTES
+            if memory and is_whole and os.pwrite(memory[0], part, at) == each.nbytes:
                 line = storage.where(name), str(source.stat.version), each.begin, each.nbytes, at
                 os.write(memory[1], f"{json.dumps(line)}\n".encode())
 

@@ -148,7 +148,7 @@ def test_an_object_that_refuses_its_state_does_so_each_time(tmp_path: Path) -> N
     """None is loaded twice, from several threads either."""
     first, second = Recorder(1.0), Recorder(1.0)
     save(tmp_path, {"first": first.state_dict(), "second": second.state_dict()})
-    second.load_state_dict = lambda _: 1 / 0  # type: ignore[method-assign, assignment]
+    second.load_state_dict = lambda _: 1 / 0  # type: ignore[method-assign, assignment]  # of this one
     loading = nostall.load({"first": first, "second": second}, tmp_path, blocking=False)
     errors: list[BaseException | None] = []
     threads = [

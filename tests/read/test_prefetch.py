@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 import nostall
 from benchmarks.machine import cached_share, drop, files_below
+from nostall._memory.arena import memory_descriptor
 from nostall._storage.posix import PosixStorage
 from nostall.errors import OptionError, ReadError
 from nostall.prefetching import _Brought, _pieces, main, running, stop_prefetching
@@ -108,6 +110,26 @@ def test_ranks_bring_their_own_files_or_an_even_share(
         assert found == sizes
     else:
         assert found.total() == min(sum(sizes.values()), 9 * MIB * world_size)
+
+
+@pytest.mark.parametrize("lost_nbytes", [0, 1])
+def test_a_piece_that_is_not_whole_is_not_used(root: Path, lost_nbytes: int) -> None:
+    """Memory may take less than it is given; the text names what is there as a whole."""
+    memory, log = (memory_descriptor(name) for name in ("memory", "log"))
+    really = os.pwrite
+    with patch("os.pwrite", lambda *each: really(*each) - lost_nbytes):
+        main(
+            path=str(root),
+            rank=0,
+            world_size=1,
+            most_nbytes=1 << 40,
+            parent=os.getppid(),
+            memory=[memory, log],
+            options="{}",
+        )
+    assert bool(os.fstat(log).st_size) is not bool(lost_nbytes)
+    for fd in (memory, log):
+        os.close(fd)
 
 
 @pytest.mark.parametrize("offset", [0, 10, 99, 150, 250, 390])
