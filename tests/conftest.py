@@ -65,7 +65,7 @@ def nothing_left_behind() -> Iterator[None]:
     """Every test ends with no process of ours running and the default engine gone."""
     before = descendants()
     yield
-    if (promotions := sys.modules.get("nostall.tier._promotions")) is not None:
+    if (promotions := sys.modules.get("nostall._tier.promotions")) is not None:
         promotions.close()
     _engine.reset()
     gc.collect()

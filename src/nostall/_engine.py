@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -27,7 +28,7 @@ from nostall._memory.overlap import any_snapshot_in_progress, wait_staged
 from nostall._memory.staged_state import Placement
 from nostall._model.checksum import use_fastest
 from nostall._model.jobs import RankReport, WriteJob
-from nostall._model.progress import LoadStatus, SavesInProgress, SaveStatus, load_statuses
+from nostall._model.progress import LoadStatus, Progress, SavesInProgress, SaveStatus, load_statuses
 from nostall._model.threads import is_done, spawn_in_torch, uninterrupted
 from nostall._model.values import ItemShape, Layout
 from nostall._plan.layout import FileNaming, Packing, lay_out, with_naming
@@ -35,8 +36,6 @@ from nostall._ranks.failures import CANCEL_TIMEOUT_S, joined, when_done
 from nostall._writer.trainer_side import WriterProcess
 from nostall.errors import OptionError, SaveAbortedError
 from nostall.options import EngineOptions
-
-T = TypeVar("T")
 
 _log = logging.getLogger("nostall")
 
@@ -58,10 +57,11 @@ class Engine:
         """Faults for saves that start now, see ``_model.jobs.Faults``; set by tests only."""
         self.in_progress = SavesInProgress()
         """Progress of the saves that use this engine."""
-        self._cancellable: set[tuple[str, threading.Event]] = set()
+        self._cancellable: dict[threading.Event, str] = {}
+        """Events that stop threads of this process which write or copy, and their jobs."""
         self._is_closed = False
         self._writers: list[WriterProcess] = []
-        self._layouts: dict[Any, Layout] = {}
+        self._lay_out = lru_cache(_LAYOUTS_KEPT)(lay_out)
         self._reserving: Future[None] | None = None
         """Set by :meth:`reserve_on_thread` until a save has waited for it."""
         self._reserver: int | None = None
@@ -88,12 +88,9 @@ class Engine:
 
     def lay_out(self, shapes: Sequence[ItemShape], naming: FileNaming, packing: Packing) -> Layout:
         """The layout of these items, from the cache if they were laid out before."""
-        # Not the file names: a save that replaces a checkpoint uses its names once.
-        key = (tuple(shapes), naming.separation_hint, packing)
-        with self._lock:
-            layout = self._layouts.pop(key, None) or lay_out(shapes, naming, packing)
-            _keep(self._layouts, key, layout)
-        return with_naming(layout, naming)
+        # Without file names: a save that replaces a checkpoint uses its names once.
+        unnamed = FileNaming(prefix="", separation_hint=naming.separation_hint)
+        return with_naming(self._lay_out(tuple(shapes), unnamed, packing), naming)
 
     def lease(self, nbytes: int, *, beyond_limit: bool = False, as_buffer: bool = False) -> Lease:
         """Snapshot memory; see :meth:`nostall._memory.arena.Arena.lease`."""
@@ -136,7 +133,9 @@ class Engine:
         """Keep the places of a staged structure's payloads for its next staging."""
         with self._lock:
             self.placements.pop(key, None)
-            _keep(self.placements, key, placement)
+            self.placements[key] = placement
+            if len(self.placements) > _LAYOUTS_KEPT:
+                del self.placements[next(iter(self.placements))]
 
     def set_priority(self, cpu_priority: int | None, io_priority: int | None) -> None:
         """Set the priorities of all writer processes; ``None`` keeps the configured value."""
@@ -153,6 +152,7 @@ class Engine:
         self,
         job: WriteJob,
         lease: Lease,
+        progress: Progress,
         *,
         after: Sequence[Future[RankReport]] = (),
     ) -> Future[RankReport]:
@@ -171,7 +171,7 @@ class Engine:
             leases.pop().release()
             return joined(reports)
 
-        here = when_done([writer.submit(job, leases[0])], finish)
+        here = when_done([writer.submit(job, leases[0], progress)], finish)
         return when_done([*after, here], joined) if after else here
 
     def writer(self) -> WriterProcess:
@@ -199,8 +199,6 @@ class Engine:
                         cpu_priority=self.options.cpu_priority,
                         io_priority=self.options.io_priority,
                         send_timeout_s=self.options.save_timeout_s,
-                        on_progress=self.in_progress.wrote,
-                        on_created=self.in_progress.created,
                     )
                 )
                 self._writers.append(usable[0])
@@ -236,7 +234,7 @@ class Engine:
         made. Returns at once.
         """
         with self._lock:
-            for of_job, cancelled in self._cancellable:
+            for cancelled, of_job in self._cancellable.items():
                 if of_job == job:
                     cancelled.set()
 
@@ -244,14 +242,13 @@ class Engine:
     def cancellable(self, job: str) -> Iterator[threading.Event]:
         """An event that :meth:`stop_threads` sets; for a thread that writes or copies."""
         cancelled = threading.Event()
-        entry = (job, cancelled)
         with self._lock:
-            self._cancellable.add(entry)
+            self._cancellable[cancelled] = job
         try:
             yield cancelled
         finally:
             with self._lock:
-                self._cancellable.remove(entry)
+                del self._cancellable[cancelled]
 
     def abort(self, reason: str) -> None:
         """Kill the writer processes and stop the threads that write or copy; unfinished saves fail
@@ -259,7 +256,7 @@ class Engine:
         """
         with self._lock:
             writers, self._writers = self._writers, []
-            for _, cancelled in self._cancellable:
+            for cancelled in self._cancellable:
                 cancelled.set()
         for writer in writers:
             writer.kill(reason, kind="SaveAbortedError")
@@ -273,24 +270,12 @@ class Engine:
             writer.close()
         self.arena.close()
 
-    def abandon_after_fork(self) -> None:
-        """In a forked child: drop the parent's processes and descriptors."""
-        for writer in self._writers:
-            writer.abandon_after_fork()
-
     def _forget(self, block: Block) -> None:
         with self._lock:
             writers = list(self._writers)
             self._pinning.unpin(block)
         for writer in writers:
             writer.forget(block.id)
-
-
-def _keep(cache: dict[Any, T], key: Any, value: T) -> None:
-    """Add the newest entry, and drop the oldest one if there are too many."""
-    cache[key] = value
-    if len(cache) > _LAYOUTS_KEPT:
-        del cache[next(iter(cache))]
 
 
 class _Process:
@@ -373,7 +358,8 @@ def _after_fork_in_child() -> None:
     _process.lock = threading.Lock()  # another thread may have held it at the fork
     old, _process.engine = _process.engine, None
     if old is not None:
-        old.abandon_after_fork()
+        for writer in old._writers:  # processes and descriptors of the parent
+            writer.abandon_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

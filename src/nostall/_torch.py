@@ -212,17 +212,6 @@ def missing_data(tensor: torch.Tensor) -> str | None:
         return None  # most tensors need no more than this, which is a third of the work
     if tensor.is_meta:
         return "the tensor is on the meta device and has no data; load or initialise it first"
-    there, needed = _memory(tensor)
-    if there < needed:
-        return (
-            f"the tensor takes {needed} bytes of its storage, which was resized to {there}; "
-            "resize it back first"
-        )
-    return None
-
-
-def _memory(tensor: torch.Tensor) -> tuple[int, int]:
-    """Bytes of a tensor's storage, and bytes that it needs; zeros if unknown."""
     of_class = type(tensor)
     is_wrapper = (
         of_class is not torch.Tensor
@@ -230,15 +219,22 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int]:
     )
     has_memory = (tensor.is_cpu or tensor.is_cuda) and tensor.layout == torch.strided
     if is_wrapper or not has_memory or tensor.is_nested or not tensor.numel():
-        return 0, 0
+        return None
     there = tensor.untyped_storage().nbytes()
     if not can_be_viewed(tensor.dtype):
-        return there, 1  # several elements may share a byte
-    if tensor.is_contiguous():
-        reach = tensor.numel() - 1
+        needed = 1  # several elements may share a byte
+    elif tensor.is_contiguous():
+        needed = (int(tensor.storage_offset()) + tensor.numel()) * tensor.itemsize
     else:
-        reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return there, (int(tensor.storage_offset()) + reach + 1) * tensor.itemsize
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = sum((n - 1) * step for n, step in steps)
+        needed = (int(tensor.storage_offset()) + reach + 1) * tensor.itemsize
+    if there >= needed:
+        return None
+    return (
+        f"the tensor takes {needed} bytes of its storage, which was resized to {there}; "
+        "resize it back first"
+    )
 
 
 def as_stock_writes(tensor: torch.Tensor) -> torch.Tensor:
@@ -333,9 +329,7 @@ def described_as(original: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
             raise ValueError(f"its {name} is not a method of its class, and cannot be copied")
         if name in vars(copied) or (name not in own and getattr(copied, name, None) == value):
             continue
-        if _is_fixed(value):
-            setattr(copied, name, value)
-        elif answers or name in read:
+        if answers or name in read or _is_fixed(value):
             setattr(copied, name, private_copy(value))
     return copied
 
@@ -350,6 +344,8 @@ def private_copy(value: Any) -> Any:
     Made by pickling, as by ``torch.save``; objects that cannot be pickled are deep-copied.
     ``ValueError`` for a tensor without memory, except on the meta device: planning refuses those.
     """
+    if type(value) in _FIXED:
+        return value
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return value  # planning raises the error

@@ -28,7 +28,6 @@ from nostall._queue.callers import (
     PersistentAsyncCaller,
     TemporalAsyncCaller,
     asked_priority,
-    require_possible,
 )
 from nostall._queue.ending import (
     Asking,
@@ -51,7 +50,7 @@ from nostall._ranks.agreement import View
 from nostall._ranks.group import Coordination, coordination_for
 from nostall._save.stager import warmup
 from nostall.errors import OptionError, RankLostError, SaveTimeoutError
-from nostall.options import is_possible_wait, require_on_error
+from nostall.options import EngineOptions, is_possible_wait, require_on_error
 
 __all__ = [
     "ActiveCall",
@@ -107,7 +106,10 @@ class AsyncCallsQueue:
     ) -> None:
         if on_error is not None:
             require_on_error(on_error)
-        require_possible(cpu_priority, io_priority, sigterm_timeout)
+        # Values that would otherwise fail when a process is started.
+        EngineOptions(cpu_priority=cpu_priority, io_priority=io_priority)
+        if not sigterm_timeout > 0:
+            raise OptionError(f"invalid sigterm_timeout={sigterm_timeout}", hint="use seconds > 0")
         kind = PersistentAsyncCaller if persistent else TemporalAsyncCaller
         self._is_persistent, self._is_in_use = persistent, False
         self._caller = kind(is_daemon, cpu_priority, io_priority, sigterm_timeout, cpu_shm_mode)
@@ -278,13 +280,9 @@ class AsyncCallsQueue:
     def _finalize_one(
         self, call: Call, agreed: View, coordination: Coordination, *, no_dist: bool
     ) -> bool:
-        """Take the first request from the queue and finalise it.
+        """Take the first request from the queue and finalise it; false if its error is only logged.
 
-        Returns:
-            False if it failed and ``on_error`` is ``"warn"``.
-
-        Raises:
-            SaveAbortedError: Another thread has aborted it.
+        ``SaveAbortedError`` if another thread has aborted it.
         """
         is_ours = self._caller.take_over(call)
         self._moved_s = time.monotonic()
@@ -314,8 +312,8 @@ class AsyncCallsQueue:
 
         Args:
             timeout: Longest wait for this rank's files, in seconds; ``None`` for
-                ``EngineOptions.save_timeout_s``. Ranks that call this later than that and a minute
-                make it fail, and the group is no longer usable.
+                ``EngineOptions.save_timeout_s``. If another rank calls this a minute after that, or
+                later, the wait fails, and the group is no longer usable.
 
         Raises:
             SaveTimeoutError: Some rank was not done with a request within ``timeout`` seconds;

@@ -95,22 +95,11 @@ class NostallError(Exception):
         self.cause = cause
 
     def __str__(self) -> str:
-        place = [
-            f"{name}={value}"
-            for name, value in (
-                ("rank", self.rank),
-                ("phase", self.phase),
-                ("path", self.path),
-                ("job", self.job),
-            )
-            if value is not None
-        ]
-        text = self.message
-        if place:
-            text += f" [{' '.join(place)}]"
-        if self.hint:
-            text += f" ({self.hint})"
-        return text
+        places = {name: getattr(self, name) for name in ("rank", "phase", "path", "job")}
+        place = " ".join(f"{name}={each}" for name, each in places.items() if each is not None)
+        shown = f" [{place}]" if place else ""
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{self.message}{shown}{hint}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # OSError and ImportError keep these outside of __dict__.

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
 
 from nostall import _torch
-from nostall._engine import default_engine
 from nostall._model.threads import uninterrupted
 from nostall._plan.items import require_representable
 from nostall._queue.ending import report_loss
@@ -49,7 +48,7 @@ from nostall.options import StagingMode
 from nostall.stats import SaveStats
 
 if TYPE_CHECKING:
-    from nostall.tier._promotions import Promotion
+    from nostall._tier.promotions import Promotion
 
 __all__ = ["FileSystemWriterAsync", "get_write_results_queue"]
 
@@ -205,7 +204,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         if self._tier is None:
             self._rank_save = RankSave(self._settings_of(self), staging)
             return
-        from nostall.tier._saving import TieredSave, local_directory  # other jobs do not need it
+        from nostall._tier.saving import TieredSave, local_directory  # other jobs do not need it
 
         root, limit, shared = self._tier
         self._settings_of = partial(self._settings_of, directory=local_directory(root, place))
@@ -260,7 +259,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         """
         plans = super().prepare_global_plan(plans)
         settings = self._rank_save.settings
-        if settings.has_unique_names or not settings.may_replace(default_engine()):
+        if settings.has_unique_names or not settings.may_replace():
             return plans
         return [
             replace(plan, storage_data=ReplacingPrefix(plan.storage_data.prefix, str(self.path)))

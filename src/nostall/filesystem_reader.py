@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,11 +28,11 @@ from nostall._commit.description import Description, describe
 from nostall._model.names import AS_SAFETENSORS, counted
 from nostall._model.progress import ReadCounter, listed
 from nostall._model.threads import gc_paused, interruptible, uninterrupted
-from nostall._ranks.group import TorchGroup, require_members
+from nostall._ranks.group import TorchGroup, coordination_for, require_members
+from nostall._read import sharing
 from nostall._read.plan import FileSpan, Form, Wanted, chunk_of, nbytes_by_archive
 from nostall._read.planner import LoadPlanner
 from nostall._read.reading import read_items
-from nostall._read.sharing import Member, ReadShare, all_want_to_share, read_shared, share_reads
 from nostall._storage.locations import identity, is_address, is_place, place_of, storage_at
 from nostall._storage.port import ReadableFiles, Source
 from nostall._storage.posix import PosixStorage
@@ -60,10 +60,10 @@ class FileSystemReader(dcp.FileSystemReader):
     stored dtype: on the CPU, or through at most 128 MiB of pinned memory on an accelerator, where
     other dtypes and layouts are converted. Of a slice only the rows from its first to its last are
     read. At most 256 MiB are read ahead of the planner; a single slice or object may be larger.
-    What is not in the page cache is read past it, with 4 to 6 MiB per thread, unless ranks
-    without a ``process_group`` may need the same. What has another form, such as a quantised
-    tensor, is loaded by ``torch.load(weights_only=True)``, as by stock's reader; items with stream
-    transforms by stock's reader itself.
+    What is not in the page cache is read past it, with 4 to 6 MiB per thread, unless other ranks
+    may need the same: in a job of several, without a ``process_group``. What has another form, such
+    as a quantised tensor, is loaded by ``torch.load(weights_only=True)``, as by stock's reader;
+    items with stream transforms by stock's reader itself.
 
     Args:
         path: Checkpoint directory, or an address in an object store. A link is followed once in a
@@ -190,7 +190,7 @@ class FileSystemReader(dcp.FileSystemReader):
         """The plan; it says whether this rank shares."""
         if self._peers is None:
             return plan
-        mine = Member(rank=self._peers.rank, world_size=self._peers.world_size)
+        mine = sharing.Member(rank=self._peers.rank, world_size=self._peers.world_size)
         return replace(plan, storage_data=mine)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -200,10 +200,10 @@ class FileSystemReader(dcp.FileSystemReader):
             OptionError: Some ranks share and others do not, or not in this group.
         """
         members = [plan.storage_data for plan in plans]
-        shares: list[ReadShare] | None = None
-        if all_want_to_share(members):
-            shares = share_reads([self._nbytes_of(self._wanted(plan)[0]) for plan in plans])
-        elif not any(isinstance(each, Member) for each in members):
+        shares: list[sharing.ReadShare] | None = None
+        if sharing.all_want_to_share(members):
+            shares = sharing.share_reads([self._nbytes_of(self._wanted(plan)[0]) for plan in plans])
+        elif not any(isinstance(each, sharing.Member) for each in members):
             return plans
         return [
             replace(plan, storage_data=None if shares is None else shares[rank])
@@ -231,7 +231,7 @@ class FileSystemReader(dcp.FileSystemReader):
             casts, planner.path = planner.casts, self._resolved()
         else:
             casts = self._casts(plan, getattr(planner, "state_dict", None))
-        if casts and _place_of_this_rank()[0] == 0:
+        if casts and coordination_for(None).rank == 0:
             what, kinds = counted(len(casts), "tensor"), sorted(set(casts.values()))
             level = logging.WARNING if any(map(_loses_fractions, kinds)) else logging.INFO
             _log.log(level, "casting %s, %s: path=%s", what, ", ".join(kinds), self._resolved())
@@ -265,9 +265,9 @@ class FileSystemReader(dcp.FileSystemReader):
 
     def _read(self, wanted: list[Wanted], planner: DCPLoadPlanner, shared: object) -> None:
         path = self._resolved()
-        rank, count = _place_of_this_rank()
+        ranks = coordination_for(None)  # of the whole job, also if they load without a group
         # Other ranks of this host may need the same; with a group each byte is read by one of them.
-        is_read_once = count == 1 or self._peers is not None
+        is_read_once = ranks.world_size == 1 or self._peers is not None
         files: ReadableFiles
         if is_address(path):
             files = storage_at(path)
@@ -283,13 +283,13 @@ class FileSystemReader(dcp.FileSystemReader):
             threads=self._threads,
             verify=self._verify,
             counter=counter,
-            rank=rank,
-            world_size=count,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
         )
-        with listed(path, rank, counter):
-            if isinstance(shared, ReadShare):
+        with listed(path, ranks.rank, counter):
+            if isinstance(shared, sharing.ReadShare):
                 assert self._peers is not None  # all_want_to_share
-                read_shared(shared, wanted, files, self._peers, read, threads=self._threads)
+                sharing.read_shared(shared, wanted, files, self._peers, read, threads=self._threads)
             else:
                 read(wanted, files)
             counter.finish()
@@ -301,12 +301,8 @@ class FileSystemReader(dcp.FileSystemReader):
             try:
                 place = self.storage_data[item.storage_index]
             except KeyError:
-                raise DamagedCheckpointError(
-                    f"the metadata names no file for {item.storage_index.fqn}",
-                    phase="read",
-                    path=os.path.join(self._resolved(), _torch.METADATA_NAME),
-                    hint="load another checkpoint",
-                ) from None
+                what = f"the metadata names no file for {item.storage_index.fqn}"
+                raise self._damaged(what) from None
             transforms = getattr(place, "transform_descriptors", None)
             if transforms and tuple(transforms) != AS_SAFETENSORS:
                 transformed.append(item)
@@ -333,12 +329,13 @@ class FileSystemReader(dcp.FileSystemReader):
                     phase="read",
                     hint="load it with a later torch",
                 )
-        raise DamagedCheckpointError(
-            f"{item.storage_index.fqn} has {nbytes} bytes, not those of its dtype and shape",
-            phase="read",
-            path=os.path.join(self._resolved(), _torch.METADATA_NAME),
-            hint="load another checkpoint",
-        )
+        name = item.storage_index.fqn
+        raise self._damaged(f"{name} has {nbytes} bytes, not those of its dtype and shape")
+
+    def _damaged(self, what: str) -> DamagedCheckpointError:
+        path = os.path.join(self._resolved(), _torch.METADATA_NAME)
+        hint = "load another checkpoint"
+        return DamagedCheckpointError(what, phase="read", path=path, hint=hint)
 
 
 def _loses_fractions(cast: str) -> bool:
@@ -347,13 +344,6 @@ def _loses_fractions(cast: str) -> bool:
         any(kind in each for kind in ("float", "complex")) for each in cast.split(" to ")
     )
     return saved and not target
-
-
-def _place_of_this_rank() -> tuple[int, int]:
-    """Its number and that of all, of the whole job: also of ranks that load without a group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
 
 
 # --- ranks that send each other what they have read; the port is in ``_read/sharing.py`` ----------
@@ -389,25 +379,20 @@ class GroupPeers(TorchGroup):
         (highest,) = self.maximum([mine])
         return self.world_size - highest if highest else None
 
-    def exchange(
-        self, sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]
-    ) -> None:
+    def exchange(self, sent: sharing.Messages, received: sharing.Messages) -> None:
         """Sends and receives all at once: no order can make two ranks wait for each other."""
+        group = self._group
         with self.together():
             works = [
-                dist.irecv(block, group=self._group, group_src=rank)
-                for rank, block in _blocks(received)
+                dist.irecv(each, group=group, group_src=rank) for rank, each in _blocks(received)
             ]
-            works += [
-                dist.isend(block, group=self._group, group_dst=rank)
-                for rank, block in _blocks(sent)
-            ]
+            works += [dist.isend(each, group=group, group_dst=rank) for rank, each in _blocks(sent)]
             for work in works:
                 assert work is not None  # this rank is in the group
                 work.wait()
 
 
-def _blocks(messages: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+def _blocks(messages: sharing.Messages) -> Iterator[tuple[int, torch.Tensor]]:
     for rank, content in messages:
         for block in content.split(_BLOCK_NBYTES):
             yield rank, block

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from nostall._commit.commit import why_no_checkpoint
 from nostall._memory.devices import module_with_streams
 from nostall._model.threads import gc_paused, is_done, spawn_in_torch
+from nostall._ranks.group import coordination_for
 from nostall._read.planner import LoadPlanner
 from nostall._storage.locations import identity, is_address, place_of, require_possible
 from nostall.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
@@ -129,8 +130,8 @@ def load(
             that is slower than the network between ranks.
         progress: As of :class:`nostall.FileSystemReader`.
         use_collectives: ``False`` for a checkpoint that each rank has saved alone, with
-            ``use_collectives=False``: each rank loads its own part, without communication. Its
-            number is that in ``process_group``, or in the default group.
+            ``use_collectives=False``: each rank loads its own part, without communication: the
+            one of its number in ``process_group``, or in the default group.
         storage_options: As of :class:`nostall.FileSystemWriterAsync`.
         blocking: Whether to return when all is loaded. If not, this plans, and returns while other
             threads read into the tensors, which nothing may use before :meth:`Loading.result`.
@@ -172,8 +173,10 @@ def load(
             hint="leave it out: each rank loads for itself; let ranks agree after result()",
         )
     loading = None if blocking else Loading(where, progress)
+    is_directory = storage_options is None and not is_address(path)
+    place = where if is_directory else place_of(path, storage_options)
     reader = _Reader(
-        identity(place_of(path, storage_options) if is_address(path) else where),
+        identity(place),
         verify=verify,
         threads=threads,
         process_group=process_group if read_once else None,
@@ -202,14 +205,12 @@ def load(
         )
 
     if process_group is None or not use_collectives:
-        is_in_group = dist.is_available() and dist.is_initialized()
-        number = dist.get_rank(process_group) if is_in_group else 0
+        number = None if use_collectives else coordination_for(process_group).rank
         with gc_paused():
-            metadata = reader.read_metadata(rank=None if use_collectives else number)
+            metadata = reader.read_metadata(rank=number)
             planner.set_up_planner(present, metadata, is_coordinator=True)
             reader.set_up_storage_reader(metadata, is_coordinator=True)
-            plan = reader.prepare_local_plan(planner.create_local_plan())
-            plan = planner.finish_plan(plan)
+            plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
         if loading is not None:
             loading._begin(reader, plan, planner, finish)
             return loading
@@ -300,11 +301,7 @@ class Loading:
             self._passed_on(read, total)
 
     def _begin(
-        self,
-        reader: _Reader,
-        plan: LoadPlan,
-        planner: LoadPlanner,
-        finish: Callable[[], LoadStats],
+        self, reader: _Reader, plan: LoadPlan, planner: LoadPlanner, finish: Callable[[], LoadStats]
     ) -> None:
         """Begin to read; no method of users' objects is called before :meth:`result`."""
         held: list[tuple[ReadItem, io.BytesIO]] = []

@@ -72,19 +72,12 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 object.__setattr__(self, name, require_integer(name, value, at_least=least))
-        require(
-            self.io_threads is None or self.io_threads <= MOST_IO_THREADS,
-            f"io_threads={self.io_threads}",
-            f"at most {MOST_IO_THREADS}",
-        )
-        require(
-            _is_integer(self.chunk_nbytes)
-            and self.chunk_nbytes > 0
-            and self.chunk_nbytes % 4096 == 0,
-            f"chunk_nbytes={self.chunk_nbytes!r}",
-            "a positive multiple of 4096",
-        )
-        object.__setattr__(self, "chunk_nbytes", int(self.chunk_nbytes))
+        threads, nbytes = self.io_threads, self.chunk_nbytes
+        possible = threads is None or threads <= MOST_IO_THREADS
+        require(possible, f"io_threads={threads}", f"at most {MOST_IO_THREADS}")
+        possible = _is_integer(nbytes) and nbytes > 0 and nbytes % 4096 == 0
+        require(possible, f"chunk_nbytes={nbytes!r}", "a positive multiple of 4096")
+        object.__setattr__(self, "chunk_nbytes", int(nbytes))
         for name in ("copy_past_caches", "direct_io"):
             object.__setattr__(self, name, require_switch(name, getattr(self, name)))
         for name, classes, wanted in _PRIORITIES:
@@ -93,11 +86,9 @@ class EngineOptions:
             require(possible, f"{name}={value!r}", wanted)
         for name in ("save_timeout_s", "exit_timeout_s"):
             seconds = getattr(self, name)
-            require(
-                _is_number(seconds) and 0 < seconds <= threading.TIMEOUT_MAX,
-                f"{name}={seconds!r}",
-                "a positive number of seconds, at most threading.TIMEOUT_MAX",
-            )
+            possible = _is_number(seconds) and 0 < seconds <= threading.TIMEOUT_MAX
+            wanted = "a positive number of seconds, at most threading.TIMEOUT_MAX"
+            require(possible, f"{name}={seconds!r}", wanted)
             object.__setattr__(self, name, float(seconds))
 
     @property

@@ -19,7 +19,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from nostall._commit.manifest import manifest_alone
 from nostall._memory.arena import available_nbytes, memory_descriptor
 from nostall._model.names import METADATA_NAME, is_given_to_shards
 from nostall._storage.locations import (
+    identity,
     is_address,
     place_of,
     storage_at,
@@ -69,7 +71,7 @@ def prefetch(
     """
     from nostall._writer.trainer_side import import_paths  # with a package the process may not find
 
-    place = _real(place_of(path, storage_options))
+    place = identity(place_of(path, storage_options))
     stop_prefetching()
     with suppress(OSError):  # memory is refused, or a process
         memory = tuple(map(memory_descriptor, _NAMES if is_address(place) else ()))
@@ -106,10 +108,6 @@ _NAMES = "nostall:prefetch", "nostall:prefetch-log"
 def _number(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() and int(text) >= default else default
-
-
-def _real(place: str) -> str:
-    return place if is_address(place) else os.path.realpath(place)
 
 
 # --- for loads ------------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ atexit.register(stop_prefetching)
 
 def with_prefetched(files: ReadableFiles, place: str, nbytes: int) -> ReadableFiles:
     """The files of a checkpoint, parts of which may be in memory, for a load of ``nbytes``."""
-    within = f"{_real(place)}/"
+    within = f"{identity(place)}/"
     with _lock:
         for begun in [each for each in running if within.startswith(f"{each}/")]:
             prefetch = running[begun]
@@ -270,20 +268,16 @@ def main(
     pieces = iter([*enumerate(_pieces(storage, rank, world_size, most_nbytes))])
 
     def read(buffer: bytearray) -> None:
-        name, source = "", None
-        for number, each in pieces:
-            if os.getppid() != parent:
-                return
-            if source is None or name != each.name:
-                if source is not None:
-                    source.close()
-                name, source = each.name, storage.open(each.name)
-            part = memoryview(buffer)[: each.nbytes]
-            is_whole = source.read_into(each.begin, part) == each.nbytes
-            at = number * _PIECE_NBYTES
-            if memory and is_whole and os.pwrite(memory[0], part, at) == each.nbytes:
-                line = storage.where(name), str(source.stat.version), each.begin, each.nbytes, at
-                os.write(memory[1], f"{json.dumps(line)}\n".encode())
+        for name, of_file in groupby(pieces, key=lambda numbered: numbered[1].name):
+            with closing(storage.open(name)) as source:
+                for number, (_, begin, nbytes) in of_file:
+                    if os.getppid() != parent:
+                        return
+                    part, at = memoryview(buffer)[:nbytes], number * _PIECE_NBYTES
+                    is_whole = source.read_into(begin, part) == nbytes
+                    if memory and is_whole and os.pwrite(memory[0], part, at) == nbytes:
+                        line = storage.where(name), str(source.stat.version), begin, nbytes, at
+                        os.write(memory[1], f"{json.dumps(line)}\n".encode())
 
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(read, [bytearray(_PIECE_NBYTES) for _ in range(_THREADS)]))

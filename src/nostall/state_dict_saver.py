@@ -89,9 +89,9 @@ def save_state_dict_async_plan(
     """Plan a save. Collective: call on every rank of the group.
 
     With ``enable_cache`` the second save of an unchanged structure validates the cache; from the
-    third on, nothing is communicated. The first save after a resume needs one small reduction only,
-    if ``metadata_cache`` has the loaded checkpoint's metadata and all ranks' plans equal those in
-    it.
+    third on, planning communicates nothing. The first save after a resume needs one small reduction
+    only, if ``metadata_cache`` has the loaded checkpoint's metadata and all ranks' plans equal
+    those in it.
 
     Args:
         state_dict: The state dict to save.
@@ -145,7 +145,7 @@ def _prepare_to_commit_early(
     split, identity = save.split, session.save
     if cache is None or split is None or identity is None or session.changed_plan is not None:
         return
-    token = None if split.prepared.known is None else split.prepared.known.token
+    token = split.prepared.token
     if token is None or token != cache.sent_token or save.settings.is_elsewhere:
         return
     records = coordination.records(identity)
@@ -292,10 +292,8 @@ def _copy_metadata(save: RankSave, session: SaveSession, path: str) -> Metadata:
 def _commit_save(
     writer: FileSystemWriterAsync, metadata: Metadata | None, session: SaveSession
 ) -> None:
-    save, split = writer._rank_save, writer._rank_save.split
-    early = None if split is None else split.early
-    if split is not None and early is not None and early.agreed is not None:
-        split.is_retrieved = True  # nobody will ask for its results
+    save, early = writer._rank_save, writer._rank_save.early
+    if early is not None and early.agreed is not None:
         _end(save, session, early.agreed)
         return
     if not session.ranks.is_of(session):
@@ -305,8 +303,7 @@ def _commit_save(
     try:
         ending = _commit_together(writer, metadata, session, outcome)
     except BaseException:  # passed on; other ranks may be lost
-        if split is not None:
-            split.end(committed=False)
+        save.end(committed=False)
         raise
     _end(save, session, ending)
 
@@ -319,21 +316,19 @@ def _end_without_the_others(save: RankSave, session: SaveSession) -> None:
         SaveTimeoutError: Storage does not say whether it is.
     """
     has_failed = isinstance(save.retrieve(require_written), tuple)
-    split = save.split
-    early = None if split is None else split.early
+    early = save.early
     ending = None if early is None else early.finish()  # known on the coordinator
     try:
         if ending is None and not has_failed and save.is_named():
             ending = Ending(failures={}, published=True, changed=True)
     except SaveTimeoutError:  # passed on; the files may be those of a checkpoint
-        if split is not None:
-            split.end(committed=False)
+        save.end(committed=False)
         raise
     if ending is not None:
         _end(save, session, ending)
         return
-    if split is not None:
-        split.discard()
+    if save.split is not None:
+        save.split.discard()
     raise session.ranks.lost(
         save.settings.directory,
         hint="close the queue or manager, or finalise saves, before destroy_process_group()",
@@ -342,7 +337,7 @@ def _end_without_the_others(save: RankSave, session: SaveSession) -> None:
 
 def _end(save: RankSave, session: SaveSession, ending: Ending) -> None:
     """End a save as the coordinator says; raises its failures."""
-    cache, split, is_coordinator = session.cache, save.split, session.is_coordinator
+    cache, split = session.cache, save.split
     try:
         if cache is not None:
             cache.note_finalised(split)
@@ -353,12 +348,11 @@ def _end(save: RankSave, session: SaveSession, ending: Ending) -> None:
         if split is not None and ending.failures and not ending.published:
             split.discard(is_certain=True)
     finally:
-        if split is not None:
-            split.end(committed=not ending.failures)
+        save.end(committed=not ending.failures)
     save.slowest_rank = ending.slowest_rank
     if ending.failures:
-        raise exception_for(ending.failures, step="write", on_coordinator=is_coordinator)
-    stats = save.stats if is_coordinator and _log.isEnabledFor(logging.INFO) else None
+        raise exception_for(ending.failures, step="write", on_coordinator=session.is_coordinator)
+    stats = save.stats if session.is_coordinator and _log.isEnabledFor(logging.INFO) else None
     if stats is not None:
         _log.info(
             "committed: path=%s rank=%d bytes=%d files=%d"
@@ -387,7 +381,7 @@ def _commit_together(
         is_alone = coordination.world_size == 1  # its message keeps the causes of errors
         messages = coordination.gather(message if is_alone else message.encoded())
         if messages is not None:
-            early = None if save.split is None else save.split.early
+            early = save.early
             ending = None if early is None else early.finish()
             known = KnownResults() if cache is None else cache.known_results
             if ending is None:
@@ -407,8 +401,7 @@ def _outcome_of(
 ) -> RankOutcome:
     """This rank's outcome; results that the coordinator already has are not sent again."""
     split = writer._rank_save.split
-    known = None if split is None or cache is None else split.prepared.known
-    token = None if known is None else known.token
+    token = None if split is None else split.prepared.token
     if split is not None and cache is not None and token is not None and token == cache.sent_token:
         failure = writer._rank_save.retrieve(require_written)
         if isinstance(failure, tuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -85,28 +84,18 @@ class SaveStats:
         tracks = {TRAINER: 0}
         for span in self.spans:
             tracks.setdefault(span.track, len(tracks))
-        names = [
-            {"ph": "M", "name": "thread_name", "pid": self.rank, "tid": n, "args": {"name": track}}
-            for track, n in tracks.items()
-        ]
-        process = {"ph": "M", "name": "process_name", "pid": self.rank, "tid": 0}
-        return {
-            "traceEvents": [
-                {**process, "args": {"name": f"rank {self.rank}"}},
-                *names,
-                *(
-                    {
-                        "ph": "X",
-                        "name": span.name,
-                        "pid": self.rank,
-                        "tid": tracks[span.track],
-                        "ts": span.begin_s * 1e6,
-                        "dur": (span.end_s - span.begin_s) * 1e6,
-                    }
-                    for span in self.spans
-                ),
-            ]
-        }
+
+        def event(kind: str, name: str, tid: int, **more: Any) -> dict[str, Any]:
+            return {"ph": kind, "name": name, "pid": self.rank, "tid": tid, **more}
+
+        events = [event("M", "process_name", 0, args={"name": f"rank {self.rank}"})]
+        for track, tid in tracks.items():
+            events.append(event("M", "thread_name", tid, args={"name": track}))
+        for span in self.spans:
+            begin_us, duration_us = span.begin_s * 1e6, (span.end_s - span.begin_s) * 1e6
+            tid = tracks[span.track]
+            events.append(event("X", span.name, tid, ts=begin_us, dur=duration_us))
+        return {"traceEvents": events}
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_chrome_trace` to a file."""
@@ -115,11 +104,10 @@ class SaveStats:
 
 
 class Timeline:
-    """Collects the spans of one save; thread-safe."""
+    """Collects the spans of one save; thread-safe, as a list is appended to and copied at once."""
 
     def __init__(self) -> None:
         self._spans: list[Span] = []
-        self._lock = threading.Lock()
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -128,16 +116,14 @@ class Timeline:
         try:
             yield
         finally:
-            span = Span(name=name, track=TRAINER, begin_s=begin_s, end_s=time.monotonic())
-            with self._lock:
-                self._spans.append(span)
+            end_s = time.monotonic()
+            self._spans.append(Span(name=name, track=TRAINER, begin_s=begin_s, end_s=end_s))
 
     def stats(
         self, *, rank: int, path: str, receipts: Sequence[FileReceipt], slowest_rank: int | None
     ) -> SaveStats:
         """The figures collected so far."""
-        with self._lock:
-            spans = list(self._spans)
+        spans = list(self._spans)
 
         def total(name: str) -> float:
             return sum(span.end_s - span.begin_s for span in spans if span.name == name)
@@ -145,6 +131,16 @@ class Timeline:
         staged_s = max((span.end_s for span in spans if span.name == "stage"), default=0.0)
         started_s = min((receipt.started_s for receipt in receipts), default=staged_s)
         finished_s = max((receipt.finished_s for receipt in receipts), default=started_s)
+        written = [
+            Span(
+                name=f"{phase} {receipt.name}",
+                track=f"writer thread {thread}",
+                begin_s=begin_s,
+                end_s=end_s,
+            )
+            for receipt in receipts
+            for phase, thread, begin_s, end_s in receipt.work.spans
+        ]
         return SaveStats(
             rank=rank,
             path=path,
@@ -161,21 +157,10 @@ class Timeline:
             commit_s=total("commit") or total("publish"),
             retries=sum(len(receipt.failed_attempts) for receipt in receipts),
             slowest_rank=slowest_rank,
-            spans=(*spans, *(span for receipt in receipts for span in _spans_of(receipt))),
+            spans=(*spans, *written),
         )
 
     def duration_s(self, receipts: Sequence[FileReceipt]) -> float:
         """Seconds from the first span until the last file was durable."""
-        with self._lock:
-            begin_s = min((span.begin_s for span in self._spans), default=0.0)
+        begin_s = min((span.begin_s for span in list(self._spans)), default=0.0)
         return max((receipt.finished_s for receipt in receipts), default=begin_s) - begin_s
-
-
-def _spans_of(receipt: FileReceipt) -> Iterator[Span]:
-    for phase, thread, begin_s, end_s in receipt.work.spans:
-        yield Span(
-            name=f"{phase} {receipt.name}",
-            track=f"writer thread {thread}",
-            begin_s=begin_s,
-            end_s=end_s,
-        )

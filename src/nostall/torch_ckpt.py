@@ -46,8 +46,7 @@ _NAME_LENGTH = 48
 def _keep_mode_and_owner(path: str, *, of: str) -> None:
     """Give a file the mode and owner of the file that it is to replace, if one exists.
 
-    Raises:
-        OSError: That is a device, a FIFO or a socket.
+    ``OSError`` if that is a device, a FIFO or a socket.
     """
     try:
         old = os.stat(of)
@@ -69,7 +68,7 @@ class _FileSave(BackgroundSave):
     ) -> None:
         # As torch.save does, which writes to what a link leads to.
         job, self._path = uuid.uuid4().hex, without_links(absolute(path))
-        progress = default_engine().in_progress.begin(job, path=self._path, rank=0)
+        progress = default_engine().in_progress.begin(path=self._path, rank=0)
         super().__init__(rank=0, job=job, progress=progress)
         self._state_dict = state_dict
         self._args = args
@@ -114,7 +113,7 @@ class _FileSave(BackgroundSave):
                     report = self.failed(error, phase="commit")
             placed.set_result(report)
 
-        written = self.engine.submit(self._job(lease, nbytes), lease)
+        written = self.engine.submit(self._job(lease, nbytes), lease, self.progress)
         file = os.getpid(), self._path
         before, _last_to[file] = _last_to.get(file), placed
         written.add_done_callback(
@@ -124,13 +123,12 @@ class _FileSave(BackgroundSave):
 
     def _archive_nbytes(self) -> int:
         """Length of the archive; without copying tensor data where torch supports it."""
-        nothing = memoryview(bytearray())
-        counter = _Archiver(nothing)
+        counter = _Archiver()
         try:
             with torch.serialization.skip_data():
                 torch.save(self._state_dict, counter, *self._args, **self._kwargs)
         except (NotImplementedError, RuntimeError, TypeError):  # the old format cannot skip data
-            counter = _Archiver(nothing)
+            counter = _Archiver()
             torch.save(self._state_dict, counter, *self._args, **self._kwargs)
         return counter.tell()
 
@@ -302,9 +300,9 @@ class TorchAsyncCheckpoint:
 class _Archiver(io.BytesIO):
     """Counts bytes written or skipped, and writes them into memory as far as it reaches."""
 
-    def __init__(self, memory: memoryview) -> None:
+    def __init__(self, memory: memoryview | None = None) -> None:
         super().__init__()
-        self._memory = memory
+        self._memory = memory or memoryview(bytearray())
         self._at = 0
 
     def write(self, piece: Any) -> int:

@@ -52,10 +52,7 @@ def progress_shown(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]
 
 
 def test_the_list_says_what_is_complete(tmp_path: Path, run: Run) -> None:
-    """By nostall or stock, also one directory deeper; damaged and unfinished ones are told apart.
-
-    The last line is the newest, and ``latest`` prints the newest complete one.
-    """
+    """Damaged and unfinished ones are told apart, also one level deeper; the newest is last."""
     save_stock_way(tmp_path / "step-100", small_state())
     os.utime(tmp_path / "step-100" / ".metadata", (1e9, 1e9))
     save(tmp_path / "step-200")
@@ -122,10 +119,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_nothing_there_is_an_exit_status(tmp_path: Path, run: Run, command: str) -> None:
-    """3, and one line on standard error that says what is missing; 2 for a file.
-
-    1 for a broken link, also before the last name: a volume that is not mounted looks like that.
-    """
+    """3 if it is missing, 2 for a file, 1 for a broken link: as of a volume that is not mounted."""
     file, link, empty = tmp_path / "file", tmp_path / "link", tmp_path / "empty"
     file.touch()
     link.symlink_to("nothing")
@@ -268,10 +262,7 @@ def test_errors_begin_with_the_path(tmp_path: Path, run: Run) -> None:
 def test_a_truncated_file_is_named_before_bytes_are_read(
     tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """File and sizes, by each command that shows or reads items; nothing is converted.
-
-    The bytes of large checkpoints take hours; sizes take milliseconds.
-    """
+    """With its sizes, by each command: reading a large checkpoint takes hours."""
     for name in ("a", "b"):
         save_now(tmp_path / name, {"x": torch.ones(9), "y": torch.ones(9)}, thread_count=2)
     os.truncate(tmp_path / "b" / "__0_1.distcp", 10)

@@ -107,10 +107,7 @@ def test_exit_statuses(
     status: int,
     said: str,
 ) -> None:
-    """2 for wrong arguments, with the usage of the command; 3 for what is not there.
-
-    Abbreviated options are wrong arguments; without a command, there is help.
-    """
+    """2 for wrong arguments, also abbreviated ones, with the usage; 3 for what is not there."""
     monkeypatch.chdir(tmp_path)
     ended, shown, error = run(*arguments.split())
     assert (ended, shown) == (status, "")

@@ -89,10 +89,7 @@ def test_the_best_steps_stay(tmp_path: Path, run: Run) -> None:
 
 
 def test_what_is_not_complete_is_left(tmp_path: Path, run: Run) -> None:
-    """So are links, what they lead to, names without a step, and what another program put there.
-
-    Checkpoints of stock count, too.
-    """
+    """So are links, what they lead to, names without a step, and what another program put there."""
     save_stock_way(tmp_path / "step-1", {"x": torch.zeros(3)})
     (tmp_path / "step-1" / "config.json").write_text("{}")
     save(tmp_path, 2, 3, 4, 5)
@@ -140,10 +137,7 @@ def test_what_cannot_be_read_is_not_damage(tmp_path: Path, run: Run) -> None:
 
 
 def test_the_checkpoint_that_latest_prints_stays(tmp_path: Path, run: Run) -> None:
-    """If several have one time, as copies have, the highest step: 10, though 9 is last by name.
-
-    Parts in a step's directory stay, too, and are not taken for steps: ``step-7/step-1``.
-    """
+    """Among equally old ones 10, not 9, last by name. A step's parts are no steps of the root."""
     root = tmp_path / "root"
     elsewhere, newest = tmp_path / "elsewhere" / "step-99", root / "step-10"
     for path in (root / "step-8", root / "step-9", newest, elsewhere):

@@ -273,11 +273,7 @@ UNKNOWN: dict[str, Change] = {
 def test_entries_that_are_not_what_they_are_declared_to_be_are_refused(
     tmp_path: Path, change: str
 ) -> None:
-    """The reader raises one typed error; verify reports damage, or that it does not understand.
-
-    It is damage if metadata and manifest contradict each other. Their text, of whatever length, is
-    not made.
-    """
+    """One typed error; it is damage if metadata and manifest disagree. No endless text is made."""
     metadata = whole()
     assert load_metadata(pickle.dumps(metadata), path="p") == metadata
     (IMPOSSIBLE | UNKNOWN)[change](metadata, metadata.state_dict_metadata["a"])
@@ -292,10 +288,7 @@ def test_entries_that_are_not_what_they_are_declared_to_be_are_refused(
 
 
 def test_values_of_all_lengths_are_read() -> None:
-    """Values of any length load intact, in any pickle protocol; a truncated pickle is refused.
-
-    So do thousands of shared tuples, as frameworks make them.
-    """
+    """In any pickle protocol, with thousands of shared tuples; a truncated pickle is refused."""
     metadata, shares = whole(), whole()
     paths = {f"model.{n}": ("model", n) for n in range(5000)}
     shares.planner_data = {"one": paths, "other": dict(paths), "third": dict(paths)}

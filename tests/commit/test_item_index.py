@@ -54,10 +54,7 @@ def file_of(found: Metadata) -> bytes:
 
 @given(metadata())
 def test_an_index_says_what_the_metadata_says(original: Metadata) -> None:
-    """Names in their order, kinds, dtypes and properties, sizes, chunks and places come back.
-
-    Items that are made on demand are the same, also where alike items share an entry.
-    """
+    """Everything comes back in order; so do items made on demand, where alike ones share."""
     read = parsed_of(original)
     entries, places = entries_and_places(read, path="")
     assert (entries, places) == (original.state_dict_metadata, original.storage_data)

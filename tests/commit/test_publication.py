@@ -122,10 +122,7 @@ def test_changed_places_are_pickled() -> None:
 
 
 def test_attributes_beside_entries_and_places_stay() -> None:
-    """Also those that the class does not declare, and an item of an attribute's name.
-
-    Plans come back where frameworks keep them; stock sees its dictionary and one more entry.
-    """
+    """Also undeclared ones, and plans, which stock sees as one more entry of its dictionary."""
     original = small()
     original.state_dict_metadata["size"] = original.state_dict_metadata.pop("lr")
     original.storage_data[MetadataIndex("size")] = original.storage_data.pop(MetadataIndex("lr"))
@@ -212,10 +209,7 @@ def renamed(original: Metadata, names: dict[str, str]) -> Metadata:
     ("made", "nitems"), [(in_a_save, 3), (lambda found: found, 1)], ids=["columns", "objects"]
 )
 def test_files_are_renamed_in_it(made: Callable[[Metadata], Metadata], nitems: int) -> None:
-    """Byte for byte what pickling it anew gives, whatever the lengths of the names.
-
-    Each save of a known structure renames the files of the one before.
-    """
+    """Byte for byte what pickling it anew gives, as each save of a known structure needs it."""
     original = tall(nitems, 2)
     publication = publication_of(made(original))
     for form in ("__{}_0-89abcdef", "__{}_0-01234567-89abcdef", "__{}_0", "long-{}_0", "é{}"):
@@ -300,10 +294,7 @@ def test_later_saves_have_other_file_names(
 
 
 def test_places_are_a_callers_own() -> None:
-    """They are made when somebody looks, and changes of a caller are not the next save's.
-
-    Copies and pickles are dictionaries, as in DCP's metadata.
-    """
+    """Made when somebody looks; changes are not the next save's, and copies are dictionaries."""
     found = small()
     (results, _) = results_of(found)
     expected = places_of(results)

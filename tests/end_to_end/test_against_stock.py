@@ -67,7 +67,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 def broken_by(found: Found, writer: str, fault: str) -> list[set[str]]:
-    """The promises broken each time."""
     before = "old" if "overwriting" in fault else "none"
     return [broken_promises(after, before=before) for after in found[writer][fault]]
 

@@ -24,6 +24,7 @@ from programs.faults import (
     kill_and_wait,
     outcome_of,
 )
+from programs.faults import WAYS as FAULTY_WAYS
 from support import trainers
 from support.faults import Fault, Hold, inject, writer_pids
 from support.ranks import TESTS, on_ranks
@@ -74,16 +75,14 @@ BY_SCENE = {
     "no memory, blocking, OnlyTensors": Told({"kind": "StagingError"}, EFBIG),
     "no memory, overlapped, OnlyTensors": Told({"kind": "StagingError"}, EFBIG),
     # A path with each rank's own time of day in it makes no checkpoint of half the files.
-    "directories, save_now": Told(ELSEWHERE, "/save_now 1"),
-    "directories, save_async": Told(ELSEWHERE, "/save_async 1"),
-    "directories, save_split": Told(ELSEWHERE, "/save_split 1"),
+    **{f"directories, {way}": Told(ELSEWHERE, f"/{way} 1") for way in FAULTY_WAYS},
     "commit": Told(REFUSED, "/commit/.metadata"),
     "commit over another": Told(REFUSED, "/commit over another/.metadata"),
     # Before or after ranks have planned together, and where they no longer talk while planning.
-    "no plan, cached=False": Told({}, "LookupError: no plan today"),
-    "no plan, cached=True": Told({}, "LookupError: no plan today"),
-    "no data, cached=False": Told({}, "LookupError: no data today"),
-    "no data, cached=True": Told({}, "LookupError: no data today"),
+    **{
+        f"{what}, {cached=}": Told({}, f"LookupError: {what} today")
+        for what, cached in product(("no plan", "no data"), (False, True))
+    },
     "save_now": BY_FAULT["ENOSPC at chunk"],
     "save_async": BY_FAULT["SIGKILL"],
     "stopped": Told({"kind": "SaveTimeoutError"}, " 2 s"),
@@ -245,9 +244,7 @@ def test_a_save_right_after_the_writers_death_gets_a_new_writer(tmp_path: Path) 
 def test_signals_to_the_writer_do_not_disturb_a_save(tmp_path: Path) -> None:
     """The writer ignores signals that schedulers send to all processes before a job ends."""
     with Hold("chunk") as hold, AsyncCallsQueue() as queue:
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "saved", small_state(1))
-        hold.wait_reached()
+        hold.stop(schedule, queue, tmp_path / "saved", small_state(1))
         before = writer_pids()
         fatal = ["INT", "TERM", "HUP", "QUIT", "USR1", "USR2", "ALRM", "VTALRM", "PROF", "XCPU"]
         for name in (*fatal, "INT", "CONT", "WINCH"):

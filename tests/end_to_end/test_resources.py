@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import threading
 import tracemalloc
@@ -28,7 +26,7 @@ from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from programs.entry_points import holds
 from support.faults import Hold, inject, writer_pids
-from support.processes import answer_of, resident_nbytes
+from support.processes import answer_of, ended, open_files, resident_nbytes
 from support.ranks import run_script
 from support.states import read_metadata, save_async, schedule, small_state
 from support.waiting import stands_in, wait_until
@@ -179,14 +177,7 @@ def test_importing_nostall_starts_nothing_and_loads_no_torch() -> None:
         assert psutil.Process().children() == []
         assert sorted(nostall.__all__) == dir(nostall)
     """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    ended(sys.executable, "-W", "ignore", "-c", script)
 
 
 # --- the writer process ---------------------------------------------------------------------------
@@ -194,7 +185,6 @@ def test_importing_nostall_starts_nothing_and_loads_no_torch() -> None:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> psutil.Process:
-    """The writer process after a save."""
     with AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "saved", small_state(1), thread_count=4)
     (pid,) = writer_pids()
@@ -205,9 +195,7 @@ def test_the_writer_process_has_no_torch_and_no_accelerator(writer: psutil.Proce
     """The running process has no torch mapped, no accelerator device open, and is small."""
     maps = Path(f"/proc/{writer.pid}/maps").read_text()
     paths = {line.split()[-1] for line in maps.splitlines() if "/" in line}
-    opened = {
-        os.readlink(f"/proc/{writer.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{writer.pid}/fd")
-    }
+    opened = {*open_files(writer.pid)}
     assert not [path for path in paths if "torch" in path or "cuda" in path.lower()]
     assert not [path for path in paths | opened if path.startswith(("/dev/nvidia", "/dev/kfd"))]
     assert "nostall._writer.main" in " ".join(writer.cmdline())

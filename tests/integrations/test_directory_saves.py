@@ -19,6 +19,7 @@ from nostall.integrations._saves import DirectorySaves
 from programs.adapters import commit_directory, save_directory
 from support.faults import Fault, Hold, inject
 from support.ranks import run_ranks
+from support.states import names
 from support.waiting import AwayOs, HangingOs, error_of, impatient
 
 
@@ -40,10 +41,6 @@ def _step(path: Path) -> int:
     return step
 
 
-def _names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_a_checkpoint_appears_when_all_its_parts_are_committed(
     tmp_path: Path, saves: DirectorySaves, part: str
@@ -56,10 +53,10 @@ def test_a_checkpoint_appears_when_all_its_parts_are_committed(
             save_directory(saves, tmp_path / "2", 2)
         hold.wait_reached()
         saves.poll()
-        assert _names(tmp_path) == ["1", "_saving-2"]
+        assert names(tmp_path) == ["1", "_saving-2"]
         hold.release()
         saves.close()
-    assert _names(tmp_path) == ["1", "2"]
+    assert names(tmp_path) == ["1", "2"]
     assert [_step(tmp_path / name) for name in ("1", "2")] == [1, 2]
 
 
@@ -80,7 +77,7 @@ def test_a_failed_part_commits_nothing(tmp_path: Path, saves: DirectorySaves, pa
     save_directory(saves, tmp_path / "last", 3)
     saves.close()
     assert _step(tmp_path / "last") == 3
-    assert _names(tmp_path) == ["last"]
+    assert names(tmp_path) == ["last"]
 
 
 def test_a_checkpoint_is_replaced_while_another_save_of_it_is_pending(
@@ -91,7 +88,7 @@ def test_a_checkpoint_is_replaced_while_another_save_of_it_is_pending(
         save_directory(saves, tmp_path / "last", step)
     saves.close()
     assert _step(tmp_path / "last") == 3
-    assert _names(tmp_path) == ["last"]
+    assert names(tmp_path) == ["last"]
 
 
 def test_leftovers_of_a_crash_are_removed_once(tmp_path: Path, saves: DirectorySaves) -> None:
@@ -100,7 +97,7 @@ def test_leftovers_of_a_crash_are_removed_once(tmp_path: Path, saves: DirectoryS
         (tmp_path / name).mkdir(parents=True)
     saves.recover(str(tmp_path), str(tmp_path))
     saves.close()
-    assert _names(tmp_path) == ["1", "others"]
+    assert names(tmp_path) == ["1", "others"]
 
 
 @pytest.mark.parametrize(("before", "step"), [(1, 1), (2, 1), (3, 2)])
@@ -111,7 +108,7 @@ def test_a_crash_during_a_replacement_leaves_one_whole_checkpoint(
     run_ranks(1, "adapters:replaced", tmp_path / "run", str(before), check=False)
     saves.recover(str(tmp_path / "run"), str(tmp_path / "run"))
     saves.close()
-    assert _names(tmp_path / "run") == ["last"]
+    assert names(tmp_path / "run") == ["last"]
     assert _step(tmp_path / "run" / "last") == step
 
 
@@ -122,10 +119,10 @@ def test_rotation_keeps_what_is_protected(tmp_path: Path, saves: DirectorySaves)
         Path(path).mkdir()
     saves.rotate(paths, str(tmp_path), keep=3, protected={paths[1], f"{tmp_path}/./4"})
     saves.close()
-    assert _names(tmp_path) == ["2", "4", "6"]
+    assert names(tmp_path) == ["2", "4", "6"]
     saves.rotate([str(tmp_path / name) for name in "246"], str(tmp_path), keep=1, protected=[])
     saves.close()
-    assert _names(tmp_path) == ["6"]
+    assert names(tmp_path) == ["6"]
 
 
 def test_other_saves_are_not_taken(tmp_path: Path, saves: DirectorySaves) -> None:
@@ -174,17 +171,23 @@ def test_a_save_does_not_wait_for_storage_for_ever(
         assert (error.rank, error.path, error.phase) == (0, str(path), phase)
     saves.close()
     assert _step(path) == 4
-    assert _names(tmp_path) == ["last"]
+    assert names(tmp_path) == ["last"]
+
+
+Recovery = Callable[[DirectorySaves, Path], None]
+RECOVERIES: dict[str, tuple[Recovery, str]] = {
+    "recover": (lambda saves, run: saves.recover(str(run), str(run)), ""),
+    "recover_one": (lambda saves, run: saves.recover_one(str(run / "1"), str(run)), "/1"),
+}
 
 
 @pytest.mark.usefixtures("impatient")
-@pytest.mark.parametrize("call", ["recover", "recover_one"])
+@pytest.mark.parametrize(("recover", "named"), RECOVERIES.values(), ids=RECOVERIES)
 def test_recovery_does_not_wait_for_storage_for_ever(
-    tmp_path: Path, saves: DirectorySaves, call: str
+    tmp_path: Path, saves: DirectorySaves, recover: Recovery, named: str
 ) -> None:
     """When storage answers, it is carried out."""
     (tmp_path / "_saving-1" / "1").mkdir(parents=True)
-    recover, named = RECOVERIES[call]
     storage = HangingOs("listdir", str(tmp_path))
     with patch.object(_saves, "os", storage):
         try:
@@ -195,18 +198,17 @@ def test_recovery_does_not_wait_for_storage_for_ever(
     assert isinstance(error, SaveTimeoutError)
     assert error.path == f"{tmp_path}{named}"
     saves.close()
-    assert _names(tmp_path) == []
+    assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("call", ["recover", "recover_one"])
+@pytest.mark.parametrize("recover", [recover for recover, _ in RECOVERIES.values()], ids=RECOVERIES)
 def test_recovery_that_storage_refuses_can_be_tried_again(
-    tmp_path: Path, saves: DirectorySaves, call: str
+    tmp_path: Path, saves: DirectorySaves, recover: Recovery
 ) -> None:
     """A directory that storage fails to list is neither removed nor forgotten."""
     commit_directory(saves, tmp_path / "1", 1)
     (tmp_path / "_saving-1").mkdir()
     (tmp_path / "1").rename(tmp_path / "_saving-1" / "_replaced")
-    recover, _ = RECOVERIES[call]
     with (
         patch.object(_saves, "os", AwayOs("listdir", str(tmp_path))),
         pytest.raises(WriteError, match="Stale file handle") as caught,
@@ -215,14 +217,8 @@ def test_recovery_that_storage_refuses_can_be_tried_again(
     assert caught.value.errno == errno.ESTALE
     recover(saves, tmp_path)
     saves.close()
-    assert _names(tmp_path) == ["1"]
+    assert names(tmp_path) == ["1"]
     assert _step(tmp_path / "1") == 1
-
-
-RECOVERIES: dict[str, tuple[Callable[[DirectorySaves, Path], None], str]] = {
-    "recover": (lambda saves, run: saves.recover(str(run), str(run)), ""),
-    "recover_one": (lambda saves, run: saves.recover_one(str(run / "1"), str(run)), "/1"),
-}
 
 
 def test_a_part_that_cannot_be_looked_at_is_an_error(tmp_path: Path, saves: DirectorySaves) -> None:
@@ -250,13 +246,10 @@ def test_a_part_that_cannot_be_looked_at_is_an_error(tmp_path: Path, saves: Dire
 def test_trouble_with_storage_on_one_rank_is_an_error_on_all_ranks(
     tmp_path: Path, what: str, code: int | None, rank: int, phase: str, named: str
 ) -> None:
-    """No rank hangs; each learns of the rank, the path and the cause. The next save succeeds.
-
-    Where storage refuses, the older checkpoint stays.
-    """
+    """All learn of rank, path and cause; a refusal leaves the older checkpoint; saving goes on."""
     told = run_ranks(2, "adapters:troubled_directories", tmp_path, what)
     kind = "SaveTimeoutError" if code is None else "WriteError"
     place = {"rank": rank, "phase": phase, "path": str(tmp_path / "run" / named)}
     assert told == [{"kind": kind, "errno": code, **place}] * 2
     assert _step(tmp_path / "run" / "last") == 3
-    assert _names(tmp_path / "run") == ["last"]
+    assert names(tmp_path / "run") == ["last"]

@@ -17,6 +17,7 @@ from support.faults import Hold, inject
 from support.pages import code_blocks
 from support.processes import answer_of
 from support.ranks import run_ranks
+from support.states import all_equal
 
 pytest.importorskip("lightning.pytorch", reason="`nox -s lightning` installs it")
 
@@ -29,7 +30,7 @@ from nostall.integrations.lightning import (  # needs Lightning
     NostallCheckpointIO,
     NostallModelParallelStrategy,
 )
-from programs.lightning_saves import Regression, fit, same, trainer  # as above
+from programs.lightning_saves import QUIET, Regression, fit, trainer  # as above
 
 # Lightning warns about its use of torch, and about workers that such data does not need.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,10 +51,8 @@ def during_a_fit(act: Callable[[], None], ours: NostallCheckpointIO) -> None:
         max_steps=1,
         plugins=[ours],
         callbacks=[Acts()],
-        logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     ).fit(Regression())
 
 
@@ -65,7 +64,7 @@ def test_lightning_resumes_from_our_file(tmp_path: Path) -> None:
     saved = tmp_path / "ours" / names[0]
     for kind in ([], [NostallCheckpointIO()]):
         resumed, _ = fit(tmp_path / "resumed", 4, resume=saved, plugins=kind)
-        assert same(resumed, expected)
+        assert all_equal(resumed, expected)
 
 
 def test_the_file_holds_what_lightning_puts_into_it(tmp_path: Path) -> None:
@@ -91,9 +90,7 @@ def test_the_older_file_stays_until_the_newer_one_is_committed(tmp_path: Path) -
 
     def save_and_rotate() -> None:
         with Hold("chunk") as hold:
-            with inject(hold.fault):
-                ours.save_checkpoint({"step": 2}, newer)
-            hold.wait_reached()
+            hold.stop(ours.save_checkpoint, {"step": 2}, newer)
             ours.remove_checkpoint(older)
             assert older.exists()
             hold.release()
@@ -151,7 +148,7 @@ def test_a_checkpoint_that_is_saved_after_the_fit_is_there(tmp_path: Path) -> No
         hold.release()
         saving.join(60)
     loaded = Regression.load_from_checkpoint(tmp_path / "after.ckpt")
-    assert same(list(loaded.parameters()), list(model.parameters()))
+    assert all_equal(list(loaded.parameters()), list(model.parameters()))
 
 
 def test_fabric_saves_before_it_goes_on(tmp_path: Path) -> None:
@@ -161,7 +158,7 @@ def test_fabric_saves_before_it_goes_on(tmp_path: Path) -> None:
     fabric.save(tmp_path / "one.ckpt", {"model": model, "step": 7})
     assert torch.load(tmp_path / "one.ckpt")["step"] == 7
     assert fabric.load(tmp_path / "one.ckpt", {"model": other}) == {"step": 7}
-    assert same(list(other.parameters()), list(model.parameters()))
+    assert all_equal(list(other.parameters()), list(model.parameters()))
 
 
 def test_addresses_mean_what_they_mean_to_lightning(

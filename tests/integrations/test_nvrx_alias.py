@@ -20,25 +20,16 @@ PACKAGE = "nvidia_resiliency_ext"
 
 NAMES = {
     "checkpointing.async_ckpt.core": [
-        "AsyncCaller",
-        "AsyncCallsQueue",
-        "AsyncRequest",
-        "PersistentAsyncCaller",
-        "TemporalAsyncCaller",
-        "abort_nvrx_checkpoint",
+        *("AsyncCaller", "AsyncCallsQueue", "AsyncRequest", "PersistentAsyncCaller"),
+        *("TemporalAsyncCaller", "abort_nvrx_checkpoint"),
     ],
     "checkpointing.async_ckpt.filesystem_async": [
-        "FileSystemWriterAsync",
-        "_results_queue",
-        "get_write_results_queue",
+        *("FileSystemWriterAsync", "_results_queue", "get_write_results_queue"),
     ],
     "checkpointing.async_ckpt.state_dict_saver": [
-        "CheckpointMetadataCache",
-        "get_metadata_caching_status",
-        "init_checkpoint_metadata_cache",
-        "save_state_dict_async_finalize",
+        *("CheckpointMetadataCache", "get_metadata_caching_status", "verify_global_md_reuse"),
+        *("init_checkpoint_metadata_cache", "save_state_dict_async_finalize"),
         "save_state_dict_async_plan",
-        "verify_global_md_reuse",
     ],
     "checkpointing.async_ckpt.torch_ckpt": ["TorchAsyncCheckpoint"],
     "checkpointing.async_ckpt.cached_metadata_filesystem_reader": [
@@ -188,10 +179,7 @@ def test_the_command_without_a_script(
 
 
 def test_other_parts_of_an_installed_nvrx_stay_its_own(installed: Path, tmp_path: Path) -> None:
-    """They find nostall where they import ``async_ckpt``, and their requests are scheduled.
-
-    Without ``force`` the installed modules are not replaced, and the error says how to.
-    """
+    """They find nostall as ``async_ckpt``; without ``force`` that is an error that says so."""
     facts = run(
         tmp_path / "scripts",
         f"""

@@ -6,7 +6,6 @@ import os
 import threading
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,12 @@ from nostall.state_dict_saver import CheckpointMetadataCache
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import calls
 from programs.entry_points import loaded_wrong
-from support.faults import Hold, inject, writer_pids
+from programs.queueing import nothing
+from support.faults import Hold, writer_pids
+from support.processes import command_of, descendants
 from support.ranks import on_ranks
 from support.states import schedule, small_state
 from support.waiting import stands_in, wait_until
-
-
-def note(fifo: Path, path: Path) -> AsyncRequest:
-    """A request that a Python worker completes once the FIFO is opened."""
-    return AsyncRequest(calls.wait_then_note_pid, [str(fifo), str(path)], [])
-
-
-def nothing() -> AsyncRequest:
-    """A request with nothing to do in the background."""
-    return AsyncRequest(None, [], [])
-
-
-# --- names ----------------------------------------------------------------------------------------
 
 
 def test_a_torch_checkpoint_also_saves_in_the_foreground(tmp_path: Path) -> None:
@@ -131,9 +119,6 @@ def test_metadata_can_be_passed_by_nvrxs_keyword() -> None:
     adopt(metadata=None)
 
 
-# --- requests of other classes --------------------------------------------------------------------
-
-
 @dataclass
 class RequestObject:
     """Three fields and no tuple."""
@@ -144,10 +129,7 @@ class RequestObject:
 
 
 def test_a_request_of_another_class_is_taken_by_its_fields(tmp_path: Path) -> None:
-    """Named tuples with the first three to seven fields; what they lack has its default.
-
-    Objects that are no tuples, too; one without the first three fields is refused.
-    """
+    """Named tuples of three to seven fields, and objects; without three, it is refused."""
     order: list[int] = []
     with AsyncCallsQueue() as queue:
         schedule_any: Any = queue.schedule_async_request
@@ -165,9 +147,6 @@ def test_a_request_of_another_class_is_taken_by_its_fields(tmp_path: Path) -> No
         assert queue.wait() == [0, 1, 2, 3, 4, 5]
     assert order == [3, 4, 5, 6, 7]
     assert [int(torch.load(tmp_path / str(count))) for count in range(3, 9)] == [3, 4, 5, 6, 7, 8]
-
-
-# --- indices --------------------------------------------------------------------------------------
 
 
 def test_indices_start_again_after_a_close() -> None:
@@ -189,9 +168,6 @@ def test_ranks_agree_on_requests_when_only_one_has_closed_its_queue(found: list[
     assert found == [1, 0]
 
 
-# --- aborting -------------------------------------------------------------------------------------
-
-
 def test_nothing_is_written_once_an_abort_has_returned(tmp_path: Path) -> None:
     """No writer has a file of the checkpoint open, none is left, and no Python worker runs."""
     state = {str(number): torch.full((1 << 18,), float(number)) for number in range(64)}
@@ -199,29 +175,26 @@ def test_nothing_is_written_once_an_abort_has_returned(tmp_path: Path) -> None:
     queue = AsyncCallsQueue()
     schedule(queue, tmp_path / "checkpoint", state, thread_count=4)
     os.mkfifo(fifo)
-    queue.schedule_async_request(note(fifo, tmp_path / "pid"))
+    noting = AsyncRequest(calls.wait_then_note_pid, [str(fifo), str(tmp_path / "pid")], [])
+    queue.schedule_async_request(noting)
     abort_nvrx_checkpoint()
     open_files = [file.path for pid in writer_pids() for file in psutil.Process(pid).open_files()]
     assert [path for path in open_files if str(tmp_path) in path] == []
-    assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):  # it has ended, perhaps as a zombie
-            assert "python_worker" not in " ".join(child.cmdline())
+    assert os.listdir(tmp_path / "checkpoint") == []
+    assert not [pid for pid in descendants() if "python_worker" in command_of(pid)]
     assert not (tmp_path / "pid").exists()
 
 
 def test_a_monitor_thread_can_abort_while_the_main_thread_waits(tmp_path: Path) -> None:
     """An abort by an in-process restart ends the wait with a typed error, and saving goes on."""
     queue, waits_in = AsyncCallsQueue(), AsyncCallsQueue.maybe_finalize_async_calls
+
+    def monitor() -> None:
+        wait_until(lambda: stands_in(threading.main_thread(), waits_in))
+        abort_nvrx_checkpoint()
+
     with Hold("report") as hold, ThreadPoolExecutor(1) as pool:
-
-        def monitor() -> None:
-            hold.wait_reached()
-            wait_until(lambda: stands_in(threading.main_thread(), waits_in))
-            abort_nvrx_checkpoint()
-
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "aborted", small_state(1))
+        hold.stop(schedule, queue, tmp_path / "aborted", small_state(1))
         aborting = pool.submit(monitor)
         with pytest.raises(SaveAbortedError):
             queue.maybe_finalize_async_calls(blocking=True)
@@ -229,5 +202,5 @@ def test_a_monitor_thread_can_abort_while_the_main_thread_waits(tmp_path: Path) 
     schedule(queue, tmp_path / "after", small_state(2))
     assert len(queue.maybe_finalize_async_calls(blocking=True)) == 1
     queue.close()
-    assert sorted(path.name for path in (tmp_path / "aborted").iterdir()) == []
+    assert os.listdir(tmp_path / "aborted") == []
     assert loaded_wrong(tmp_path / "after", small_state(2), small_state(0)) == []

@@ -26,7 +26,6 @@ SMALL_RAY = "ray.init(num_cpus=2, include_dashboard=False, object_store_memory=1
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """Skip a test where a framework is not installed."""
     return pytest.mark.skipif(find_spec(package) is None, reason=f"needs {package}")
 
 

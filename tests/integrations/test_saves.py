@@ -67,9 +67,7 @@ def test_a_removal_waits_for_the_saves_before_it(tmp_path: Path, saves: Saves) -
     saves.save(_state(1), older)
     saves.poll(wait=True)
     with Hold("chunk") as hold:
-        with inject(hold.fault):
-            saves.save(_state(2), newer)
-        hold.wait_reached()
+        hold.stop(saves.save, _state(2), newer)
         saves.remove(older)
         assert is_complete(older)
         hold.release()
@@ -128,10 +126,7 @@ def test_a_checkpoint_that_is_saved_again_is_not_removed(tmp_path: Path, saves: 
 
 
 def test_what_comes_before_a_commit_fails_it_on_every_rank(tmp_path: Path) -> None:
-    """If what belongs to a checkpoint cannot be written, no rank commits it, and all know.
-
-    If all can, nobody has to poll.
-    """
+    """If a part is not written, no rank commits, and all know; otherwise nobody has to poll."""
     for rank, found in enumerate(run_ranks(2, "adapters:before_commit", tmp_path)):
         assert "cannot write beside it" in found["message"]
         assert found["committed"] == ["second", "third", "fourth", "fifth"]

@@ -362,10 +362,7 @@ def damage(path: Path, *, flips: bool) -> None:
 def test_a_damaged_newest_step_is_skipped_and_a_named_one_is_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, *, verify: bool
 ) -> None:
-    """Resuming falls back with a warning; an explicit step fails, and says what there is.
-
-    If all are damaged, a job must not start from scratch; without a committed step it does.
-    """
+    """A named one is an error; so is it if all are damaged: a job must not start from scratch."""
     manager = CheckpointManager(tmp_path)
     (tmp_path / (NAMES % 4)).mkdir()
     assert manager.restore(numbered(0), verify=verify) is None
@@ -840,10 +837,7 @@ def test_later_steps_are_discarded_after_a_return(tmp_path: Path) -> None:
 def test_what_a_crash_has_left_is_removed_by_the_next_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unfinished steps; not other files, as the log says; a manager that only reads removes none.
-
-    Ranks that saved alone have a whole checkpoint, though it is no step of the manager's.
-    """
+    """Not by a restore; other files stay, as the log says, and what ranks have saved alone."""
     with CheckpointManager(tmp_path) as manager:
         saved(manager, 1)
     half, others = tmp_path / (NAMES % 2), tmp_path / (NAMES % 3)

@@ -39,10 +39,7 @@ WHYS = {"write": "No space", "metrics": "metrics={'loss': 'n/a'}"}
 @on_ranks("managing:failing raise", "managing:failing warn")
 @pytest.mark.parametrize("when", ["first", "later", "metrics", "write", "restore"])
 def test_a_failure_on_one_rank_is_an_error_on_all(found: Found, when: str) -> None:
-    """Over an object or argument, in writing or restoring; of saves a warning, if that was asked.
-
-    It is reported once.
-    """
+    """In objects, arguments, writing or restoring; a warning of saves if that was asked; once."""
     for each in found:
         assert len(each[when]) == (each["how"] == "raise" or when == "restore")
         assert all(WHYS.get(when, "broken") in error for error in each[when])
@@ -91,10 +88,7 @@ def test_a_state_that_does_not_fit_on_one_rank_is_an_error_on_all(found: Found) 
 def test_tensors_of_one_name_and_different_shapes_are_refused(
     found: Found, when: str, name: str
 ) -> None:
-    """A rank does not get another rank's tensor: the save names both shapes, and what to do.
-
-    Also when ranks plan alone; the next save with equal shapes is committed.
-    """
+    """Also when ranks plan alone; the error says what to do, and the next save is committed."""
     why = f"the shape of {name} differs between ranks: (4,) on rank 0 and (5,) on rank 1"
     for error in (each[when] for each in found):
         assert error.startswith("CheckpointException")
@@ -113,10 +107,7 @@ def test_per_rank_tensors_may_have_any_shape(found: Found) -> None:
 def test_state_of_other_shapes_than_parameters_is_distributed_as_it_was(
     found: Found, name: str
 ) -> None:
-    """Factored moments and flattened gradients under FSDP2: the new optimizer goes on equally.
-
-    One process that has the whole model gets plain tensors, and goes on, too.
-    """
+    """Factored moments and flattened gradients: under FSDP2, and for one process without it."""
     for facts in (each[name] for each in found):
         restored, saved = facts["placements"]
         assert any("Replicate" in of_tensor for of_tensor in saved)

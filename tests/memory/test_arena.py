@@ -54,10 +54,7 @@ def open_descriptors() -> int:
 
 
 def test_a_block_has_room_for_what_was_asked_in_whole_units() -> None:
-    """Also for nothing, so that a rank without tensors needs no special case.
-
-    A program that the trainer starts does not keep the memory alive.
-    """
+    """Also for nothing: a rank may have no tensors. Programs of the trainer's do not inherit it."""
     for nbytes, expected in ((0, UNIT), (1, UNIT), (UNIT, UNIT), (UNIT + 1, 2 * UNIT)):
         block = Block(nbytes)
         assert block.nbytes == expected
@@ -247,10 +244,7 @@ def test_releasing_twice_does_not_take_the_next_ones_block() -> None:
 
 
 def test_a_closed_arena_keeps_nothing_and_gives_nothing() -> None:
-    """Free memory goes back at once, leased memory when it is returned; a new lease is an error.
-
-    Memory is in no directory, and what is open for it is closed when it is not needed.
-    """
+    """Leased memory goes when it is returned; a lease is an error. Nothing is in a directory."""
     gc.collect()  # what earlier tests have left would go in the middle of this one
     before = open_descriptors(), sorted(os.listdir("/dev/shm"))
     dropped: list[int] = []

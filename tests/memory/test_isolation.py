@@ -317,11 +317,7 @@ def test_five_saves_with_one_cache_each_hold_the_state_of_their_time(
     tmp_path: Path,
     killed: bool,  # noqa: FBT001  # a parameter of the test
 ) -> None:
-    """Parameters with new data, a new optimizer and swapped storages are saved as they are.
-
-    Although plan, layout and memory come from the save before, and although the writer process is a
-    new one.
-    """
+    """Although plan, layout and memory are those of the save before, and the writer may be new."""
     everything = Everything()
     cache = CheckpointMetadataCache()
     pids = []
@@ -396,10 +392,7 @@ def test_a_synchronous_save_keeps_nothing_either(tmp_path: Path) -> None:
 
 
 def test_metadata_of_another_checkpoint_is_not_touched_by_a_save(tmp_path: Path) -> None:
-    """Metadata that a resumed run has lent to the cache still describes its own checkpoint.
-
-    Also after later saves, although they plan from it.
-    """
+    """A resumed run has lent it to the cache; later saves plan from it."""
     with AsyncCallsQueue() as queue:
         schedule(queue, tmp_path / "first", small_state(0), cache=CheckpointMetadataCache())
     loaded = read_metadata(tmp_path / "first")

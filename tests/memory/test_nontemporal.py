@@ -96,20 +96,15 @@ def _is_seen_halfway(copy: nontemporal.Copy, source: torch.Tensor, there: torch.
     return seen == [0]
 
 
-def large_state() -> dict[str, torch.Tensor]:
-    """More than caches hold, in tensors that are cut into pieces, with odd lengths and forms."""
+def save_twice(path: Path) -> dict[str, torch.Tensor]:
+    """More than caches hold, in pieces of odd lengths and forms; also over an older snapshot."""
     numbers = torch.arange(9 * MIB + 5, dtype=torch.float32)
-    return {
+    state = {
         "odd": numbers,
         "transposed": numbers[: 8 * MIB].view(1024, -1).t(),
         "shifted": numbers[3 : 3 + 2 * MIB],
         "bytes": torch.arange(7 * MIB + 1, dtype=torch.int64).to(torch.uint8),
     }
-
-
-def save_twice(path: Path) -> dict[str, torch.Tensor]:
-    """Into new memory, and into memory that holds a snapshot already."""
-    state = large_state()
     with AsyncCallsQueue() as queue:
         for number in range(2):
             for tensor in (state["odd"], state["bytes"]):

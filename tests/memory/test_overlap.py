@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import nostall
 from nostall._engine import default_engine
-from nostall._memory.copying import copied_at_once
+from nostall._memory.copying import Copies, copied_at_once
 from nostall._memory.overlap import SnapshotFence
 from nostall.core import AsyncCallsQueue
 from nostall.errors import OptionError, SaveTimeoutError
@@ -50,14 +50,6 @@ DEADLINE_S = 60.0
 
 MUCH = 1_200_000
 """Elements of a tensor in float32 that is too large to be copied inside the call."""
-
-
-def large_state() -> dict[str, Any]:
-    """Tensors that are copied behind the call, and some that are not."""
-    base = torch.zeros(2, MUCH)
-    return {"weight": torch.zeros(MUCH), "view": base[0], "nested": {"list": [base[1]]}} | {
-        "small": small_state()
-    }
 
 
 @contextmanager
@@ -89,7 +81,9 @@ def test_the_call_returns_before_the_snapshot_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["weight", "view", "nested.list.0"])
 def test_a_tensor_that_is_changed_too_early_fails_the_save(tmp_path: Path, name: str) -> None:
     """An error that names the tensor and the remedy, no checkpoint; and the next save works."""
-    state = large_state()
+    base = torch.zeros(2, MUCH)
+    state: dict[str, Any] = {"weight": torch.zeros(MUCH), "view": base[0], "small": small_state()}
+    state["nested"] = {"list": [base[1]]}
     tensor: Any = state
     for key in name.split("."):
         tensor = tensor[int(key) if key.isdigit() else key]
@@ -109,10 +103,7 @@ def test_a_tensor_that_is_changed_too_early_fails_the_save(tmp_path: Path, name:
 
 
 def test_one_rank_that_forgets_to_wait_fails_the_save_on_all(tmp_path: Path) -> None:
-    """Both ranks raise and name the rank; the checkpoint before stays, and the next one is made.
-
-    With ``dcp.async_save`` as well, where the other rank waits for no plan that never comes.
-    """
+    """In split saves, and in ``dcp.async_save``, where none waits for a plan that never comes."""
     for facts in run_ranks(
         2, "overlap:one_rank_that_forgets_to_wait_fails_the_save_on_all", tmp_path
     ):
@@ -258,10 +249,7 @@ def test_a_hook_of_ones_own_waits_too(tmp_path: Path) -> None:
 
 
 def test_a_change_that_is_counted_late_is_noticed(tmp_path: Path) -> None:
-    """The state must be unchanged when the save is finalised, unless the caller has waited.
-
-    torch counts an operation when it is over, which may be after the copy that it has spoiled.
-    """
+    """torch counts an operation when it is over, perhaps after the copy that it has spoiled."""
     state = {"weight": torch.zeros(MUCH)}
     with AsyncCallsQueue() as queue, Hold("chunk") as hold:
         with inject(hold.fault):
@@ -308,13 +296,6 @@ def test_an_abort_while_the_snapshot_is_taken_writes_nothing(tmp_path: Path) -> 
     schedule(queue, tmp_path / "next", small_state(2), staging="overlapped")
     queue.close()
     assert blobs(tmp_path / "next") == blobs_by_stock(tmp_path / "stock", small_state(2))
-
-
-def test_an_unknown_way_of_staging_is_refused() -> None:
-    """Where it is passed, with the ways that there are."""
-    with pytest.raises(OptionError, match="sideways") as caught:
-        FileSystemWriterAsync("unused", staging="sideways")  # type: ignore[arg-type]  # on purpose
-    assert caught.value.hint == "use blocking or overlapped"
 
 
 def test_waves_of_a_save_that_fails_are_given_up_before_its_names_are_free(tmp_path: Path) -> None:
@@ -421,7 +402,7 @@ def test_ctrl_c_ends_a_wait_at_once(python_handles_ctrl_c: None) -> None:
         fence.wait(2 * DEADLINE_S)
     assert time.monotonic() - began_s < DEADLINE_S
     interrupting.join()
-    fence.end()
+    fence.open(Copies())
     fence.wait(0)
     assert fence.close(lambda: ["weight"]) == []
 
@@ -442,10 +423,7 @@ def test_an_interrupted_wait_does_not_count(python_handles_ctrl_c: None) -> None
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_snapshot(tmp_path: Path) -> None:
-    """Whose thread it does not have: a data loader that steps an optimizer of its own goes on.
-
-    In the parent options are not changed: the engine whose memory is being filled would end.
-    """
+    """It does not have that thread. In the parent, options cannot be changed meanwhile."""
     writer = FileSystemWriterAsync(tmp_path, staging="overlapped")
     save_state_dict_async_plan(small_state(1), writer)
     _, preload, _ = writer.get_save_function_and_args()

@@ -55,10 +55,7 @@ def content_of(tensor: torch.Tensor) -> bytes:
 def test_memory_is_used_again_only_when_its_copy_is_made(
     fake: FakeAccelerator, threads: int
 ) -> None:
-    """Many times what is pinned arrives bit by bit, through two buffers per thread.
-
-    And after what precedes it on the current stream.
-    """
+    """All bits arrive through two buffers per thread, after what precedes them on the stream."""
     target, content = on_device(fake, 50 * PART - 7), values(50 * PART - 7)
     target.fill_(7)
     with small(threads) as uploads:
@@ -134,24 +131,3 @@ def test_memory_beside_a_target_belongs_to_the_stream_of_the_load(fake: FakeAcce
         uploads.prepare([target])
         pool.submit(uploads.scratch_for, target, (3,), torch.float32).result(DEADLINE_S)
     assert fake.allocated_on == [own, own]
-
-
-def test_small_tensors_for_a_device_go_there_together(fake: FakeAccelerator) -> None:
-    """With one copy for each dtype, whatever their forms; those for the CPU stay."""
-    sources = [
-        torch.arange(3.0),
-        torch.arange(12.0).view(3, 4).t(),
-        torch.empty(0),
-        torch.tensor(5, dtype=torch.int16),
-        torch.ones(2),
-    ]
-    targets = [torch.empty(each.shape, dtype=each.dtype, device=fake.device) for each in sources]
-    targets[-1] = torch.zeros(2)
-    with Uploads(1) as uploads:
-        uploads.prepare(targets)
-        near = uploads.brought_near(sources, targets)
-        assert len(fake.copies) == 2
-        assert near[-1] is sources[-1]
-        for target, each, source in zip(targets, near, sources, strict=True):
-            target.copy_(each, non_blocking=True)
-            assert target.cpu().tolist() == source.tolist()

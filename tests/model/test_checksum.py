@@ -21,11 +21,6 @@ from support.ranks import TESTS
 from support.states import blobs, save_now, schedule
 
 
-def loaded_code(pid: int) -> str:
-    """The memory map of a process, with the names of all libraries it has loaded."""
-    return Path(f"/proc/{pid}/maps").read_text()
-
-
 @given(st.binary(max_size=5000), st.integers(min_value=0, max_value=2**32 - 1))
 def test_the_fast_sum_is_the_slow_sum(content: bytes, before: int) -> None:
     """Both sums agree for any bytes, and when they go on with any earlier sum."""
@@ -40,7 +35,7 @@ def test_the_writer_process_has_the_fast_code(tmp_path: Path) -> None:
         schedule(queue, tmp_path, {"weight": torch.arange(1000.0)})
         queue.wait()
         (pid,) = writer_pids()
-        assert "isal_zlib" in loaded_code(pid)
+        assert "isal_zlib" in Path(f"/proc/{pid}/maps").read_text()
 
 
 ISOLATED = """

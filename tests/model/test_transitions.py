@@ -40,10 +40,7 @@ def test_a_save_moves_exactly_as_the_table_says(present: SaveState, wanted: Save
 
 
 def test_the_table_leads_forward_and_out() -> None:
-    """No way leads back, each unfinished state may fail, and three states are ends.
-
-    But for an aborted save: a report that crosses the abort counts, and its files are removed.
-    """
+    """Except that a report which crosses an abort counts: its files are removed."""
     assert TRANSITIONS.keys() == set(SaveState)
     for present, following in pairwise(ON_ITS_WAY):
         assert following in TRANSITIONS[present]

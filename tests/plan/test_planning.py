@@ -47,11 +47,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
 
 
 def test_planning_says_nothing_once_the_cache_is_valid(found: list[Found]) -> None:
-    """The first save exchanges plans, the second validates the cache; later ones are silent.
-
-    A queue reduces a few integers per request it looks at, and nothing while there is none. It
-    sends messages only if the save is not committed yet, see ``test_early_commit.py``.
-    """
+    """Nor do polls without requests; messages follow if a save is not committed early."""
     messages = {"gather": 1, "broadcast": 1}
     for facts in found:
         said = facts["steady_state"]
@@ -68,11 +64,7 @@ def test_planning_says_nothing_once_the_cache_is_valid(found: list[Found]) -> No
 
 @pytest.mark.parametrize("kind", planning.CHANGES)
 def test_a_changed_structure_is_saved_as_it_is(kind: str, found: list[Found]) -> None:
-    """With a valid cache, a key that changes on all ranks or on one is saved as it is now.
-
-    It is added, removed, reshaped or made an object. The metadata is that of an uncached
-    save; the next save is planned anew.
-    """
+    """A key added, removed, reshaped or made an object, on one rank or all; then planned anew."""
     for facts in found:
         for where in planning.WHERE:
             assert facts["structure_changes"][f"{kind} on {where}"] == {
@@ -83,21 +75,14 @@ def test_a_changed_structure_is_saved_as_it_is(kind: str, found: list[Found]) ->
 
 
 def test_no_save_shows_what_was_saved_before_it(found: list[Found]) -> None:
-    """State, planner and options change from one save to the next, in every way and back.
-
-    The structure is known in some and new in others. Each is that without a cache, byte for byte.
-    Options of the writer change no plan.
-    """
+    """State, planner and options change and return: byte for byte what no cache would give."""
     for facts in found:
         assert facts["matrix"]["wrong"] == []
         assert facts["matrix"]["said with other options"] == [NOTHING] * 30
 
 
 def test_a_rank_may_drop_a_copy_of_what_another_one_writes(found: list[Found]) -> None:
-    """If it drops one that it was to write itself, the save fails on every rank.
-
-    The error names the tensor, and the next save is planned anew and has it from the other rank.
-    """
+    """If it was to write it itself, all ranks fail, and the next save has it from the other."""
     for facts in found:
         for case in facts["replicated_on_one_rank_less"].values():
             assert case["fourth"]["plan"] == NOTHING
@@ -119,11 +104,7 @@ def test_a_rank_may_begin_to_hold_what_another_one_writes(found: list[Found]) ->
 
 
 def test_saves_in_flight_over_a_change_rest_on_their_own_plans(found: list[Found]) -> None:
-    """Saves that are planned and finalised out of order are all complete.
-
-    They are planned before an earlier one with a new structure is finalised, and finalised after a
-    later one with yet another.
-    """
+    """Planned before an earlier structure is finalised, and finalised after a later one."""
     for facts in found:
         assert facts["in_flight_over_a_change"] == [NOTHING, NOTHING, FIRST, FIRST]
 
@@ -135,10 +116,7 @@ def test_saves_in_flight_over_a_change_rest_on_their_own_plans(found: list[Found
     "reader", ["caching reader", "stock reader", "rebuilt by a newer torch", "default cache"]
 )
 def test_the_first_save_after_a_resume_exchanges_no_plans(reader: str, found: list[Found]) -> None:
-    """Loaded metadata, whichever reader it comes from, replaces the exchange by one reduction.
-
-    The next save is silent, and the loaded object is not changed.
-    """
+    """One reduction replaces that, then silence; the loaded object is not changed."""
     for facts in found:
         resumed = facts["resumed"][reader]
         assert resumed["plan"] == [VERIFIED, NOTHING]
@@ -168,10 +146,7 @@ def test_metadata_is_copied_and_prepared_metadata_serves_another_run(found: list
 
 
 def test_reuse_is_verified_by_all_ranks(found: list[Found]) -> None:
-    """``verify_global_md_reuse`` is true only if every rank's plan is the loaded one.
-
-    One reduction in any case, since what one rank has not loaded, another one may have.
-    """
+    """By one reduction in any case: what one rank has not loaded, another one may have."""
     for facts in found:
         assert facts["verified"] == {
             "equal": [True, {"all_reduce": 1}],
@@ -197,10 +172,7 @@ def test_reuse_is_verified_by_all_ranks(found: list[Found]) -> None:
 def test_every_rank_learns_which_rank_could_not_plan(
     case: str, rank: int, raised_when: str, cause: str, found: list[Found]
 ) -> None:
-    """A planner that fails on one rank fails the save on all, with rank and cause.
-
-    Nothing is left on storage, and the next save is planned anew and right.
-    """
+    """With the cause; nothing is left on storage, and the next save is planned anew and right."""
     for here, facts in enumerate(found):
         failed = facts["planning_failures"][case]
         assert failed["ranks"] == [rank]
@@ -228,10 +200,7 @@ def test_every_rank_learns_which_rank_could_not_plan(
 def test_other_planners_save_right(
     planner: str, plan: list[dict[str, int]], shared_is_in: str | None, found: list[Found]
 ) -> None:
-    """A planner that makes final plans alone decides on its own rank what that rank writes.
-
-    One with torch's own plan cache works under ours; all of them follow a change of structure.
-    """
+    """One that makes final plans alone, and one with torch's plan cache; all follow a change."""
     for facts in found:
         said = facts["other_planners"][planner]
         assert said["plan"] == plan
@@ -251,11 +220,7 @@ def test_any_rank_can_coordinate(found: list[Found]) -> None:
 def test_a_coordinator_that_is_not_in_the_group_is_refused_on_every_rank(
     found: list[Found],
 ) -> None:
-    """A wrong coordinator or group is refused at once, before ranks talk.
-
-    A rank beyond the group, a negative one, a global rank for one within the group, and a group
-    that the calling rank does not belong to.
-    """
+    """At once, before ranks talk; also a global rank, and a group without the calling rank."""
     for here, facts in enumerate(found):
         said = facts["impossible_coordinators"]
         assert "coordinator_rank=2 is not a rank of the group of size 2" in said["beyond"]

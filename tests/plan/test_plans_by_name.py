@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -171,16 +172,13 @@ def test_a_first_commit_that_fails_costs_no_later_save(
     """The rank may ask for the plan of that save, though others were made since."""
     one, other = {"w": torch.ones(3)}, {"v": torch.ones(3)}
     with monkeypatch.context() as patched:
-        patched.setattr(decide, "_require_written_here", _refuse)
+        refuse = Mock(side_effect=RuntimeError("elsewhere"))
+        patched.setattr(decide, "_require_written_here", refuse)
         with pytest.raises(CheckpointException, match="elsewhere"):
             save_now(tmp_path / "failed", one, planner=nostall.SavePlanner())
     for name, state in (("other", other), ("another", {"u": torch.ones(3)}), ("one", one)):
         save_now(tmp_path / name, state, planner=nostall.SavePlanner())
         assert nostall.verify(tmp_path / name).ok
-
-
-def _refuse(*_: Any) -> None:
-    raise RuntimeError("elsewhere")
 
 
 def test_a_writer_that_is_used_twice_follows_each_planner(tmp_path: Path) -> None:

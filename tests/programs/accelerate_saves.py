@@ -23,7 +23,6 @@ from accelerate import Accelerator, DistributedType, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -33,6 +32,7 @@ from nostall.integrations.transformers import NostallTrainer
 from support.blocked import Blocked
 from support.faults import Hold, inject
 from support.pages import code_blocks
+from support.states import all_equal, local_values
 from support.training_thread import Periods
 
 
@@ -115,18 +115,11 @@ def _fit(
 def _values(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """This rank's part of parameters and of the optimizer's states."""
     states = [value for state in optimizer.state.values() for value in state.values()]
-    return [
-        (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
-        for value in [*model.parameters(), *states]
-    ]
+    return local_values([*model.parameters(), *states])
 
 
 def _values_of(trainer: Trainer) -> list[torch.Tensor]:
     return _values(trainer.model, trainer.optimizer)
-
-
-def _same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 def _names(out: Path) -> list[str]:
@@ -146,7 +139,7 @@ def resumed(out: Path) -> dict[str, Any]:
         "files": sorted(path.name for path in saved.iterdir()),
         "stock_files": sorted(path.name for path in (out / "stock" / "checkpoint-4").iterdir()),
         "same": {
-            kind.__name__: _same(
+            kind.__name__: all_equal(
                 _values_of(_fit(kind, out / kind.__name__, 6, resume=str(saved))), expected
             )
             for kind in (Trainer, NostallTrainer)
@@ -212,24 +205,15 @@ def steady(out: Path) -> dict[str, list[dict[str, int]]]:
     return {**found, "Accelerate": of_loop.close()}
 
 
-class _SecondIsBest:
-    def __init__(self) -> None:
-        self._calls = 0
-
-    def __call__(self, _: Any) -> dict[str, float]:
-        self._calls += 1
-        return {"score": float(self._calls == 2)}
-
-
 def best(out: Path) -> dict[str, Any]:
     """The best checkpoint is kept by rotation, named by its final directory, and loaded."""
     at_best: list[torch.Tensor] = []
+    scores = iter([0.0, 1.0, 0.0, 0.0, 0.0])  # of five evaluations
 
     class Remember(TrainerCallback):  # type: ignore[misc]  # as above
         def on_save(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
             if state.global_step == 4:
-                values = [value.to_local().detach().clone() for value in model.parameters()]
-                at_best.extend(values)
+                at_best.extend(local_values(model.parameters()))
 
     trainer = _fit(
         NostallTrainer,
@@ -241,7 +225,7 @@ def best(out: Path) -> dict[str, Any]:
         load_best_model_at_end=True,
         metric_for_best_model="score",
         greater_is_better=True,
-        metrics=_SecondIsBest(),
+        metrics=lambda _: {"score": next(scores)},
         callbacks=(Remember(),),
     )
     states = sorted((out / "run").glob("checkpoint-*/trainer_state.json"))
@@ -251,7 +235,7 @@ def best(out: Path) -> dict[str, Any]:
             os.path.relpath(json.loads(path.read_text())["best_model_checkpoint"], out)
             for path in states
         ],
-        "same": _same([value.to_local() for value in trainer.model.parameters()], at_best),
+        "same": all_equal(local_values(trainer.model.parameters()), at_best),
     }
 
 
@@ -274,7 +258,7 @@ def after_the_kill(out: Path) -> dict[str, Any]:
     return {
         "left": left,
         "last": os.path.basename(last),
-        "same": _same(_values_of(trainer), expected),
+        "same": all_equal(_values_of(trainer), expected),
         "names": _names(out / "run"),
     }
 
@@ -287,13 +271,10 @@ def failing(out: Path) -> dict[str, Any]:
             if state.global_step == 3:
                 raise RuntimeError("the training step fails")
 
-    message = ""
-    try:
+    with pytest.raises(RuntimeError) as raised:
         _fit(NostallTrainer, out / "run", 6, callbacks=(Fail(),))
-    except RuntimeError as error:
-        message = str(error)
     dist.barrier()
-    return {"message": message, "names": _names(out / "run")}
+    return {"message": str(raised.value), "names": _names(out / "run")}
 
 
 def page(out: Path) -> dict[str, Any]:
@@ -342,7 +323,6 @@ def recipe(out: Path) -> dict[str, Any]:
 
 
 def _plugin() -> FullyShardedDataParallelPlugin:
-    """The plugin of a new accelerator."""
     os.environ["FORK_LAUNCHED"] = "1"  # the group that it finds is not its own to destroy
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState(cpu=True)
@@ -391,7 +371,7 @@ def plain(out: Path) -> dict[str, Any]:
         model, optimizer = _prepared(resuming)
         resuming.load_state(path)
         _steps(resuming, model, optimizer, 2)
-        same[kind.__name__] = _same(_values(model, optimizer.optimizer), expected)
+        same[kind.__name__] = all_equal(_values(model, optimizer.optimizer), expected)
     return {
         "returned": os.path.relpath(returned, out),
         "files": sorted(file.name for file in (out / "last").iterdir()),
@@ -417,7 +397,7 @@ def named(out: Path) -> dict[str, Any]:
     while_saving = _names(out / "run" / "checkpoints")
     hold.release()
     accelerator.load_state()
-    same = _same(_values(model, optimizer.optimizer), at_save)
+    same = all_equal(_values(model, optimizer.optimizer), at_save)
     accelerator.project_configuration.iteration = 1
     error = OptionError if dist.get_rank() == 0 else CheckpointException
     with pytest.raises(error, match="the checkpoint exists"):
@@ -439,17 +419,25 @@ def _warnings() -> list[str]:
     return said
 
 
-def one_device(out: Path) -> list[str]:
-    """Lines that are logged in a process that no launcher has started."""
-    said = _warnings()
-    options: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
-    arguments = TrainingArguments(str(out / "run"), max_steps=2, save_steps=1, **options)
+def _fit_plainly(out: Path, **options: Any) -> None:
+    plain: dict[str, Any] = {"use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    arguments = TrainingArguments(str(out / "run"), max_steps=4, save_steps=2, **plain, **options)
     NostallTrainer(model=_Regression(), args=arguments, train_dataset=_Data()).train()
+
+
+def _save_plainly(out: Path) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = NostallAccelerator(cpu=True)
     _prepared(accelerator)
     for name in ("one", "two"):
         accelerator.save_state(str(out / name))
+
+
+def one_device(out: Path) -> list[str]:
+    """Lines that are logged in a process that no launcher has started."""
+    said = _warnings()
+    _fit_plainly(out)
+    _save_plainly(out)
     return said
 
 
@@ -458,24 +446,10 @@ def stock(out: Path) -> dict[str, Any]:
     said = _warnings()
     found: dict[str, Any] = {}
     for name, strategy in (("trainer", "steps"), ("trainer without saves", "no")):
-        arguments = TrainingArguments(
-            str(out / "run"),
-            max_steps=4,
-            save_steps=2,
-            save_strategy=strategy,
-            use_cpu=True,
-            ddp_backend="gloo",
-            report_to="none",
-            disable_tqdm=True,
-        )
-        NostallTrainer(model=_Regression(), args=arguments, train_dataset=_Data()).train()
+        _fit_plainly(out, save_strategy=strategy, ddp_backend="gloo")
         found[name] = said.copy()
         said.clear()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = NostallAccelerator(cpu=True)
-    _prepared(accelerator)
-    for name in ("one", "two"):
-        accelerator.save_state(str(out / name))
+    _save_plainly(out)
     found["accelerator"] = said.copy()
     said.clear()
     _accelerator(NostallAccelerator, out)
@@ -516,10 +490,7 @@ def _time(kind: type[Trainer], out: Path) -> list[float]:
 
 
 def _time_loop(kind: type[Accelerator], out: Path) -> list[float]:
-    """A loop of one's own: the saves, and ``backward`` until gradients are computed.
-
-    Ours commits in ``backward``.
-    """
+    """A loop of one's own: the saves, and ``backward``, where ours commits, up to the gradients."""
     accelerator = _accelerator(kind, out, automatic_checkpoint_naming=True, total_limit=1)
     module = _Regression(1024, 8)  # as for the Trainer
     model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=0.01))

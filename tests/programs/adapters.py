@@ -74,13 +74,9 @@ def save_directory(
     step: int,
     during: Callable[[Path], None] | None = None,
 ) -> None:
-    """Save a model, an optimizer and a file, as a framework does.
+    """Save a model, an optimizer and a file, full of the step, as a framework does.
 
-    Args:
-        saves: Carries it out.
-        path: Directory of the checkpoint.
-        step: The value of everything that is saved.
-        during: Called with the directory of the run while the checkpoint is written.
+    ``during`` is called with the directory of the run while the checkpoint is written.
     """
     weight = torch.full((100,), float(step))
     with saves.save(str(path), str(path.parent)) as directory:
@@ -99,10 +95,7 @@ def commit_directory(
     step: int,
     during: Callable[[Path], None] | None = None,
 ) -> None:
-    """Save like :func:`save_directory`; return when the checkpoint has its name, by polling.
-
-    No wait of the queue, with its deadline for files, is involved.
-    """
+    """Save like :func:`save_directory`, and poll until it has its name: a wait has a deadline."""
     save_directory(saves, path, step, during)
 
     def is_committed() -> bool:

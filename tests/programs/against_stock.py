@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall.filesystem_async import FileSystemWriterAsync
+from support.states import save_now
 
 State = dict[str, Any]
 Aftermath = dict[str, str]
@@ -47,7 +49,6 @@ def state_of(seed: int) -> State:
 
 
 def two_tensors(seed: int) -> State:
-    """Two files, if each tensor has one of its own."""
     return {name: torch.full((100,), float(seed)) for name in ("one", "other")}
 
 
@@ -84,20 +85,16 @@ def aftermath(path: Path, run: Callable[[], None], template: State) -> Aftermath
     return {"ended": ended, "found": found_in(path, template)}
 
 
-def save(kind: str, path: Path, state: State, **options: Any) -> None:
-    """One synchronous save of one process."""
-    dcp.save(state, storage_writer=WRITERS[kind](path, **options), no_dist=True)
-
-
 def limited(kind: str, path: Path, *, overwritten: bool, thread_count: int) -> Aftermath:
     """No file may be larger than a limit, which one of the new ones would have to be."""
+    save = partial(save_now, path, kind=WRITERS[kind], thread_count=thread_count)
 
     def run() -> None:
         if overwritten:
-            save(kind, path, state_of(OLD), thread_count=thread_count)
+            save(state_of(OLD))
         limits = (LIMIT_NBYTES, resource.RLIM_INFINITY)
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        save(kind, path, state_of(NEW), thread_count=thread_count)
+        save(state_of(NEW))
 
     return aftermath(path, run, state_of(0))
 
@@ -129,9 +126,10 @@ def killed_at_every_step(kind: str, out: Path) -> list[Aftermath]:
         path = out / f"{len(found)}"
 
         def run(path: Path = path, number: int = len(found)) -> None:
-            save(kind, path, two_tensors(OLD), single_file_per_rank=False)
+            save = partial(save_now, path, kind=WRITERS[kind], single_file_per_rank=False)
+            save(two_tensors(OLD))
             killed_before(path, number)
-            save(kind, path, two_tensors(NEW), single_file_per_rank=False)
+            save(two_tensors(NEW))
 
         found.append(aftermath(path, run, two_tensors(0)))
     return found
@@ -140,7 +138,8 @@ def killed_at_every_step(kind: str, out: Path) -> list[Aftermath]:
 def main(out: Path) -> None:
     """Print what came of every fault, by writer; of several threads' more than once."""
     torch.set_num_threads(1)  # children are forked from this process, which must not have threads
-    save("stock", out / "imports", two_tensors(0))  # lets torch import here, and not in every child
+    # Lets torch import here, and not in every child.
+    save_now(out / "imports", two_tensors(0), kind=FileSystemWriter)
     found = {
         kind: {
             "one file of four fails": [

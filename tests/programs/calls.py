@@ -18,10 +18,8 @@ def wait_then_note_pid(fifo: str, path: str) -> None:
 
 
 def explode(message: str) -> None:
-    """Raise."""
     raise ValueError(message)
 
 
 def leave(code: int) -> None:
-    """End the process."""
     os._exit(code)

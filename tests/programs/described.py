@@ -59,7 +59,6 @@ def _state() -> dict[str, Any]:
 
 
 def unequal_parts(out: Path) -> dict[str, Any]:
-    """Saved in every way of DCP, and by the manager."""
     dcp.save(_state(), checkpoint_id=out / "stock")
     entries = read_metadata(out / "stock").state_dict_metadata
     different, wrong = [], []

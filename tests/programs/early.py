@@ -23,7 +23,6 @@ from unittest.mock import Mock, patch
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import nostall
@@ -35,19 +34,19 @@ from nostall._queue.ending import await_answers, fail_late, scheduled
 from nostall._ranks.group import Records
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.split_save import SplitSave
-from nostall.core import AsyncCallsQueue, AsyncRequest
+from nostall.core import AsyncCallsQueue
 from nostall.errors import RankLostError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations._saves import Saves
 from nostall.removal import remove_checkpoint
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
-    save_state_dict_async_finalize,
     save_state_dict_async_plan,
     vouch_for,
 )
-from programs.planning import collectives
+from programs.planning import collectives, failure
 from support.faults import Fault, Hold, inject
+from support.states import planned
 from support.waiting import wait_until
 
 WARM = 3
@@ -77,11 +76,9 @@ class Job:
         self.cache = CheckpointMetadataCache()
         self.next = 0
         for _ in range(WARM):
-            self.save()
-            self.queue.wait()
+            self.save_now()
 
     def state(self, value: float) -> dict[str, torch.Tensor]:
-        """This rank's."""
         return {f"rank{_rank()}": torch.full((1000,), float(value))}
 
     def save(
@@ -90,31 +87,23 @@ class Job:
         after: Sequence[Callable[[], None]] = (),
         to: str = "",
         queue: AsyncCallsQueue | None = None,
-        is_scheduled: bool = True,
-    ) -> SplitSave | None:
-        """Begin the next save, or only plan it; functions run before and after its commit.
-
-        A plan that is dropped takes its tensors with it, without the garbage collector.
-        """
-        path = self.out / (to or f"{self.next}")
-        writer = FileSystemWriterAsync(path)
-        state = self.state(self.next)
-        planned = save_state_dict_async_plan(
-            state, writer, self.group, 0, self.planner(), True, self.cache
-        )
+    ) -> Any:
+        """Begin the next save, a ``SplitSave``; functions run before and after its commit."""
+        path, state = self.out / (to or f"{self.next}"), self.state(self.next)
+        how: dict[str, Any] = {"planner": self.planner(), "cache": self.cache, "group": self.group}
+        _, request = planned(path, state, before=before, after=after, **how)
         self.next += 1
-        if not is_scheduled:
-            tensor = weakref.ref(state[f"rank{_rank()}"])
-            del writer, state, planned
-            assert tensor() is None
-            return None
-        save_fn, preload_fn, args = writer.get_save_function_and_args()
-        finalize: list[Callable[[], None]] = [*before]
-        finalize += [partial(save_state_dict_async_finalize, *planned), *after]
-        request = AsyncRequest(save_fn, args, finalize, {}, preload_fn)
         (queue or self.queue).schedule_async_request(request)
-        assert save_fn is None or isinstance(save_fn, SplitSave)
-        return save_fn
+        return request.async_fn
+
+    def plan(self, to: str) -> None:
+        """Plan the next save; when it is dropped, its tensors go without the garbage collector."""
+        state, writer = self.state(self.next), FileSystemWriterAsync(self.out / to)
+        tensor = weakref.ref(state[f"rank{_rank()}"])
+        save_state_dict_async_plan(state, writer, self.group, 0, self.planner(), True, self.cache)
+        self.next += 1
+        del state, writer
+        assert tensor() is None
 
     @contextmanager
     def held(
@@ -139,10 +128,18 @@ class Job:
                 time.sleep(0.001)  # training's: without it, polls would keep a core from the writer
         return polls
 
+    def save_now(self, **options: Any) -> None:
+        """The next save, waited for."""
+        self.save(**options)
+        self.queue.wait()
+
     def is_whole(self, number: int) -> bool:
         """Whether a save is there, with every byte."""
         path = self.out / f"{number}"
         return nostall.is_complete(path) and nostall.verify(path).ok
+
+    def are_whole(self) -> list[bool]:
+        return [self.is_whole(each) for each in range(self.next)]
 
     def values(self, name: str) -> list[float]:
         """The value that each rank saved in a directory."""
@@ -152,16 +149,12 @@ class Job:
         return [float(each[0]) for each in state.values()]
 
     def files(self, number: int) -> list[str]:
-        """Names of the files in a save's directory."""
         return sorted(os.listdir(self.out / f"{number}"))
 
 
 @contextmanager
 def store_operations() -> Iterator[Counter[str]]:
-    """Calls of the process group's store in the block, by name, known when it has ended.
-
-    But for looks, the number of which depends on the time.
-    """
+    """Calls of the group's store in the block but for looks, by name, once it has ended."""
     real, store = _real_store(), _torch.default_store()
     counting = store if isinstance(store, Mock) else Mock(wraps=store)
 
@@ -188,9 +181,8 @@ def barrier(name: str) -> None:
     wait_until(lambda: store.add(name, 0) >= met[name])
 
 
-def early_of(save: SplitSave | None) -> EarlyCommit:
+def early_of(save: SplitSave) -> EarlyCommit:
     """The early commit of a save that is not over."""
-    assert save is not None
     assert save.early is not None
     return save.early
 
@@ -221,8 +213,7 @@ def vouched_planner(out: Path) -> dict[str, Any]:
     assert VouchedPlanner.asked["set up"] == WARM, VouchedPlanner.asked
     job = Job(out / "again", planner=partial(VouchedPlanner, flatten_state_dict=False))
     job.planner = VouchedPlanner  # another configuration: planned, alone and then together
-    job.save()
-    job.queue.wait()
+    job.save_now()
     assert VouchedPlanner.asked["set up"] == 2 * WARM + 1, VouchedPlanner.asked
     assert job.is_whole(WARM)
     return found
@@ -232,10 +223,8 @@ def steady(out: Path, **how: Any) -> dict[str, Any]:
     """Committed though nobody polls; then what is left for the training thread."""
     job = Job(out, **how)
     with store_operations() as stored, collectives() as seen:
-        save = job.save()
-        assert save is not None
+        early = early_of(job.save())
         wait_until(lambda: nostall.is_complete(out / f"{WARM}"))
-        early = early_of(save)
         wait_until(partial(_is_committed, early))
         barrier("committed")
         committed_with = dict(seen)
@@ -251,7 +240,7 @@ def steady(out: Path, **how: Any) -> dict[str, Any]:
         "collectives": dict(seen),
         "store": at_once,
         "removed later": later["delete_key"],
-        "whole": [job.is_whole(each) for each in range(job.next)],
+        "whole": job.are_whole(),
     }
 
 
@@ -260,12 +249,10 @@ def planned_first(out: Path) -> dict[str, Any]:
     job = Job(out)
     changed = patch.object(Job, "state", _wider) if dist.get_rank() == 1 else nullcontext()
     with store_operations() as stored, collectives() as seen, changed:
-        job.save()
-        job.queue.wait()
+        job.save_now()
     said = {"collectives": dict(seen), "store": dict(stored)}
-    job.save()
-    job.queue.wait()
-    return {"changed": said, "whole": [job.is_whole(each) for each in range(job.next)]}
+    job.save_now()
+    return {"changed": said, "whole": job.are_whole()}
 
 
 def _wider(_job: Job, value: float) -> dict[str, torch.Tensor]:
@@ -336,46 +323,37 @@ def with_a_function_before(out: Path) -> dict[str, Any]:
 
 def failed(out: Path, point: str, how: str) -> dict[str, Any]:
     """The disk is full when rank 1 writes (``chunk``) or the coordinator commits (``publish``)."""
-    job, number, error = Job(out), WARM, ""
+    job = Job(out)
     is_failing = dist.get_rank() == (point == "chunk")
     with inject(Fault.errno(point, errno.ENOSPC)) if is_failing else nullcontext():
         early = early_of(job.save())
         wait_until(lambda: point == "chunk" or not is_failing or early._ending is not None)
-        try:
-            job.poll() if how == "polling" else job.queue.wait()
-        except CheckpointException as raised:
-            error = str(raised)
+        error = failure(job.poll if how == "polling" else job.queue.wait)["text"]
     barrier("over")
-    files = job.files(number)
-    job.save()
-    job.queue.wait()
+    files = job.files(WARM)
+    job.save_now()
     with collectives() as seen:
         job.save()
     job.queue.wait()
-    whole = [job.is_whole(each) for each in range(job.next)]
     said = dict(seen) if point == "chunk" else {}  # what is refused is planned by all ranks again
-    return {"error": error, "files": files, "planned with": said, "whole": whole}
+    return {"error": error, "files": files, "planned with": said, "whole": job.are_whole()}
 
 
 def given_up_alone(out: Path, how: str) -> dict[str, Any]:
     """Rank 1 gives a save up, or does not schedule it, and saves to the same directory again."""
-    job, error = Job(out), ""
+    job = Job(out)
     if dist.get_rank() == 1:
         other = AsyncCallsQueue()  # a queue notices it itself
         planning = patch("nostall._save.split_plan.planner_key", side_effect=KeyboardInterrupt)
         with planning if how == "interrupted" else nullcontext(), suppress(KeyboardInterrupt):
-            job.save(to="same", is_scheduled=how == "scheduled", queue=other)
+            job.save(to="same", queue=other) if how == "scheduled" else job.plan("same")
         other.close(abort=True)
     job.save(to="same")
     job.next = WARM + 2
-    try:
-        job.queue.wait()
-    except CheckpointException as raised:
-        error = str(raised)
+    error = failure(job.queue.wait)["text"]
     barrier("over")
     is_there = nostall.is_complete(out / "same")
-    job.save(to="same")
-    job.queue.wait()
+    job.save_now(to="same")
     return {"error": error, "is there": is_there, "values": job.values("same")}
 
 
@@ -439,7 +417,7 @@ def one_rank_is_dead(out: Path) -> dict[str, Any]:
         "error": error,
         "collectives": dict(seen),
         "store": dict(stored),
-        "whole": [job.is_whole(number) for number in range(WARM + 1)],
+        "whole": job.are_whole(),
     }
 
 
@@ -450,9 +428,8 @@ def without_a_store(out: Path) -> dict[str, Any]:
     with gone if dist.get_rank() == 1 else nullcontext():
         job.save()
         job.poll()
-        job.save()
-        job.queue.wait()
-    return {"whole": all(job.is_whole(each) for each in range(job.next))}
+        job.save_now()
+    return {"whole": all(job.are_whole())}
 
 
 def killed_between(out: Path, place: str, point: str, *victims: str) -> None:
@@ -497,22 +474,16 @@ def with_functions_on_one_rank(out: Path) -> dict[str, Any]:
 
 
 def in_groups_of_one(out: Path) -> dict[str, Any]:
-    """One queue for all ranks, each of which saves alone; only rank 0 could commit early.
-
-    In the second save, rank 1 fails.
-    """
+    """One queue for ranks that save alone; only rank 0 could commit early; then rank 1 fails."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    job, is_raised = Job(out / f"of {dist.get_rank()}", groups[dist.get_rank()]), False
+    job = Job(out / f"of {dist.get_rank()}", groups[dist.get_rank()])
     is_other = dist.get_rank() == 1
     with patch.object(Job, "state", _wider) if is_other else nullcontext():
         job.save()
         job.poll()
     with inject(Fault.errno("chunk", errno.ENOSPC)) if is_other else nullcontext():
         job.save()
-        try:
-            job.poll()
-        except CheckpointException:
-            is_raised = True
+        is_raised = failure(job.poll)["ranks"] != []
     is_there = nostall.is_complete(job.out / f"{WARM + 1}")
     return {"whole": job.is_whole(WARM), "raised": is_raised, "complete": is_there}
 
@@ -556,7 +527,6 @@ def two_to_one_directory(out: Path) -> list[list[float]]:
         with job.held("chunk", here=_rank() == 1, to=f"twice {number}") as (_, release):
             last = job.save(to=f"twice {number}")
             release()
-            assert last is not None
             wait_until(last._report.done)
             barrier(f"written {number}")
             job.poll()
@@ -570,11 +540,10 @@ def counted_differently_in_flight(out: Path) -> dict[str, Any]:
     """Rank 1 has planned a save that nobody else knows of, and two are in flight."""
     job = Job(out)
     if dist.get_rank() == 1:
-        job.save(to="elsewhere", is_scheduled=False)
+        job.plan("elsewhere")
         job.next -= 1
     saves = [job.save(), job.save()]
     for save in saves:
-        assert save is not None
         wait_until(save._report.done)
     barrier("written")
     _let_it_look(saves)
@@ -591,11 +560,10 @@ def counted_differently_in_flight(out: Path) -> dict[str, Any]:
         barrier("committed")
         again = dict(seen)
         job.poll()
-    whole = [job.is_whole(each) for each in range(job.next)]
-    return {"values": values, "whole": whole, "again": again}
+    return {"values": values, "whole": job.are_whole(), "again": again}
 
 
-def _let_it_look(saves: Sequence[SplitSave | None]) -> None:
+def _let_it_look(saves: Sequence[SplitSave]) -> None:
     """Return when the coordinator has looked twice for the other rank's records of each save."""
     looks, are_complete = Counter[int](), Records.are_complete
 
@@ -603,14 +571,13 @@ def _let_it_look(saves: Sequence[SplitSave | None]) -> None:
         looks[id(records)] += 1
         return are_complete(records)
 
+    def has_looked(early: EarlyCommit) -> bool:
+        return not early.is_committing or looks[id(early._records)] > 1
+
     with patch.object(Records, "are_complete", counting):
         for save in saves:
-            if save is not None and save.early is not None and dist.get_rank() == 0:
-                wait_until(partial(_has_looked, save.early, looks))
-
-
-def _has_looked(early: EarlyCommit, looks: Counter[int]) -> bool:
-    return not early.is_committing or looks[id(early._records)] > 1
+            if save.early is not None and dist.get_rank() == 0:
+                wait_until(partial(has_looked, save.early))
 
 
 def beside_a_leftover(out: Path) -> dict[str, Any]:
@@ -675,8 +642,7 @@ def keys_of_failed_saves(out: Path) -> dict[str, Any]:
     for number in range(8):
         is_failing = dist.get_rank() == 1 and number % 2 == 0
         with inject(Fault.errno("chunk", errno.ENOSPC)) if is_failing else nullcontext():
-            job.save()
-            job.queue.wait()
+            job.save_now()
         barrier("failed")
         keys.append(store.num_keys())
         barrier("counted")
@@ -702,8 +668,7 @@ def without_its_process_group(out: Path, then: str) -> dict[str, Any]:
         _initialise(out / "store 1")
     barrier("over")
     for _ in range(2 if then == "wait-there" else 0):
-        job.save()
-        job.queue.wait()
+        job.save_now()
     gc.collect()
     whole = [job.is_whole(each) for each in range(WARM, job.next)]
     return {"whole": whole, "store is gone": store() is None}
@@ -807,7 +772,6 @@ def several_in_one_poll(out: Path) -> list[list[int]]:
     job = Job(out)
     saves = [job.save() for _ in range(3)]
     for save in saves:
-        assert save is not None
         wait_until(partial(is_done, save._report))
         wait_until(partial(_is_committed, early_of(save)))
     barrier("committed")

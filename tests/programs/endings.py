@@ -98,9 +98,7 @@ def gets_sigterm(out: Path, how: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
     else:
         with Hold("chunk") as hold:
-            with inject(hold.fault):
-                schedule(queue, out / "save", small_state())
-            hold.wait_reached()
+            hold.stop(schedule, queue, out / "save", small_state())
             os.kill(os.getpid(), signal.SIGTERM)
             hold.release()
     print("training goes on", flush=True)
@@ -240,9 +238,7 @@ def forks_when_asked(out: Path) -> None:
     nostall.drain_on_sigterm(grace_s=60.0)
     with Hold("chunk") as hold:
         queue = AsyncCallsQueue()
-        with inject(hold.fault):
-            schedule(queue, out / "save", small_state())
-        hold.wait_reached()
+        hold.stop(schedule, queue, out / "save", small_state())
         os.kill(os.getpid(), signal.SIGTERM)
         reading, writing = os.pipe()
         child = os.fork()
@@ -281,9 +277,7 @@ def sigterm_on_one_rank_lets_all_finish_within_two_polls(out: Path) -> dict[str,
     ended = None
     polls = 0
     with Hold("chunk") as hold:
-        with inject(hold.fault):
-            queue = _save_on_ranks(out)
-        hold.wait_reached()
+        queue = hold.stop(_save_on_ranks, out)
         queue.poll()
         assert queue.pending == 1
         if dist.get_rank() == 1:
@@ -344,10 +338,5 @@ def one_raises_after_a_poll_while_the_other_hangs(out: Path) -> None:
         threading.Event().wait()
 
 
-def main() -> None:
-    """``python endings.py FUNCTION OUT ARGUMENT...``."""
-    globals()[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
-
-
 if __name__ == "__main__":
-    main()
+    globals()[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

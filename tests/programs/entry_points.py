@@ -6,6 +6,7 @@ import io
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,6 @@ def holds(path: Path, seed: int) -> bool:
 
 
 def save(path: Path, state: State) -> None:
-    """``dcp.save``."""
     dcp.save(state, storage_writer=FileSystemWriterAsync(path))
 
 
@@ -132,21 +132,11 @@ def async_save_in_thread(
     future.result(timeout=60)
 
 
-def async_save_in_process(path: Path, state: State) -> None:
-    """``dcp.async_save`` with the process executor, which pickles writer and staged state."""
-    async_save_in_thread(path, state, AsyncCheckpointerType.PROCESS)
-
-
 def queue_persistent(path: Path, state: State, *, persistent: bool = True) -> None:
     """A split save through a queue that keeps its worker."""
     with AsyncCallsQueue(persistent=persistent) as queue:
         schedule(queue, path, state)
         spoil(state)
-
-
-def queue_temporal(path: Path, state: State) -> None:
-    """A split save through a queue with a worker per call."""
-    queue_persistent(path, state, persistent=False)
 
 
 def by_hand(path: Path, state: State) -> None:
@@ -161,21 +151,19 @@ def by_hand(path: Path, state: State) -> None:
     request.finalize_fns[0]()
 
 
-def execute_sync(path: Path, state: State) -> None:
-    """A request that is executed instead of scheduled."""
-    planned(path, state, thread_count=2)[1].execute_sync()
-
-
 ALONE: dict[str, Callable[[Path, State], None]] = {
     "save": save,
     "async_save_in_thread": async_save_in_thread,
     "queue_persistent": queue_persistent,
-    "queue_temporal": queue_temporal,
+    "queue_temporal": partial(queue_persistent, persistent=False),
     "by_hand": by_hand,
-    "execute_sync": execute_sync,
+    "execute_sync": lambda path, state: planned(path, state, thread_count=2)[1].execute_sync(),
 }
 """Ways to save that need no process group."""
-ROUTES = {**ALONE, "async_save_in_process": async_save_in_process}
+ROUTES: dict[str, Callable[[Path, State], None]] = {
+    **ALONE,  # the process executor pickles writer and staged state
+    "async_save_in_process": partial(async_save_in_thread, kind=AsyncCheckpointerType.PROCESS),
+}
 
 
 # --- a user's planner -----------------------------------------------------------------------------

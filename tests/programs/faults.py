@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
@@ -33,7 +32,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions, StagingMode
 from nostall.state_dict_saver import CheckpointMetadataCache
-from programs.entry_points import loaded_wrong
+from programs.entry_points import async_save_in_thread, loaded_wrong, queue_persistent, save
 from support.faults import Fault, Hold, inject, writer_pids
 from support.states import begin_async, schedule, small_state
 
@@ -100,7 +99,6 @@ def kill_and_wait(pid: int) -> None:
 
 
 def rank_state(seed: int) -> State:
-    """Something of each rank's own and something that all have."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(100 * seed + rank)
     return {
@@ -130,7 +128,7 @@ def scene(
         queue.wait()
     dist.barrier()
 
-    def save() -> None:
+    def save_badly() -> None:
         told = [lambda: finalized.append(1)]
         schedule(queue, path, rank_state(seed=2), planner=planner, cache=cache, after=told)
         if polling:
@@ -139,7 +137,7 @@ def scene(
             queue.wait()
 
     with inject(*faults):
-        report = outcome_of(save)
+        report = outcome_of(save_badly)
     dist.barrier()
     if overwritten:
         report["previous loads"] = loads(path, seed=1)
@@ -225,20 +223,11 @@ def stopped_scene(path: Path) -> Report:
         nostall.configure(AT_ONCE)
 
 
-def save_now(path: Path, seed: int) -> None:
-    """One save with ``dcp.save``."""
-    dcp.save(rank_state(seed), storage_writer=FileSystemWriterAsync(path))
-
-
-def save_async(path: Path, seed: int) -> None:
-    """One save with ``dcp.async_save``."""
-    begin_async(FileSystemWriterAsync(path), rank_state(seed)).result(60)
-
-
-def save_split(path: Path, seed: int) -> None:
-    """One save with the split functions."""
-    with AsyncCallsQueue() as queue:
-        schedule(queue, path, rank_state(seed))
+WAYS: dict[str, Callable[[Path, State], None]] = {
+    "save_now": save,
+    "save_async": async_save_in_thread,
+    "save_split": queue_persistent,
+}
 
 
 def stock_scene(
@@ -260,15 +249,15 @@ def stock_scene(
 
 def stock_scenes(out: Path) -> dict[str, Report]:
     """``dcp.save`` with a full device and ``dcp.async_save`` with a killed writer, on rank 1."""
-    return {
-        way.__name__: stock_scene(
-            partial(way, out / way.__name__), inject(fault), partial(loads, out / way.__name__)
-        )
-        for way, fault in (
-            (save_now, Fault.errno("chunk", errno.ENOSPC)),
-            (save_async, Fault.kill("chunk", signal.SIGKILL)),
-        )
-    }
+    found = {}
+    for name, fault in (
+        ("save_now", Fault.errno("chunk", errno.ENOSPC)),
+        ("save_async", Fault.kill("chunk", signal.SIGKILL)),
+    ):
+        path, way = out / name, WAYS[name]
+        saved = partial(lambda way, path, seed: way(path, rank_state(seed)), way, path)
+        found[name] = stock_scene(saved, inject(fault), partial(loads, path))
+    return found
 
 
 class Late(FileSystemWriterAsync):
@@ -287,7 +276,7 @@ def saves_begun_without_their_group(out: Path) -> Report:
     """``dcp.async_save``, then ``destroy_process_group()``, before the thread that saves runs."""
     reports: Report = {}
     rank = dist.get_rank()
-    save_now(out / "blocking", 1)
+    save(out / "blocking", rank_state(1))
 
     def begin_late(
         title: str,
@@ -360,18 +349,18 @@ def memory_scene(path: Path, staging: StagingMode, planner: type[SavePlanner]) -
     return stock_scene(save, no_memory(), loads)
 
 
-def directory_scene(out: Path, way: Callable[[Path, int], None]) -> Report:
+def directory_scene(out: Path, way: str) -> Report:
     """A save to another directory on each rank, and one to the same directory under two names."""
     rank = dist.get_rank()
-    mine, same_one = out / f"{way.__name__} {rank}", out / f"{way.__name__} same"
-    report = outcome_of(lambda: way(mine, 1))
+    mine, same_one = out / f"{way} {rank}", out / f"{way} same"
+    report = outcome_of(lambda: WAYS[way](mine, rank_state(1)))
     dist.barrier()
-    report["committed"] = list(out.glob(f"{way.__name__} */.metadata")) != []
+    report["committed"] = list(out.glob(f"{way} */.metadata")) != []
     dist.barrier()
     if rank == 1:
-        same_one.symlink_to(out / f"{way.__name__} 0")
+        same_one.symlink_to(out / f"{way} 0")
     dist.barrier()
-    way(same_one if rank == 1 else mine, 2)
+    WAYS[way](same_one if rank == 1 else mine, rank_state(2))
     dist.barrier()
     return {**report, "next loads": loads(mine if rank == 0 else same_one, seed=2)}
 
@@ -388,10 +377,7 @@ def other_scenes(out: Path) -> dict[str, Report]:
             )
             for staging, planner in product(STAGING, (DefaultSavePlanner, OnlyTensors))
         },
-        **{
-            f"directories, {way.__name__}": directory_scene(out, way)
-            for way in (save_now, save_async, save_split)
-        },
+        **{f"directories, {way}": directory_scene(out, way) for way in WAYS},
         "commit": scene(out / "commit", *refused),
         "commit over another": scene(out / "commit over another", *refused, overwritten=True),
         **{
@@ -406,16 +392,13 @@ def other_scenes(out: Path) -> dict[str, Report]:
 
 
 def say(**message: Any) -> None:
-    """One line of JSON to the test."""
     print(json.dumps(message), flush=True)
 
 
 def stands_in_the_middle_of_a_save(out: Path) -> None:
     """Hold a save open, with forked children, and wait to be killed."""
     hold = Hold("chunk")
-    with inject(hold.fault):
-        schedule(AsyncCallsQueue(), out / "checkpoint", small_state(1))
-    hold.wait_reached()
+    hold.stop(schedule, AsyncCallsQueue(), out / "checkpoint", small_state(1))
     children = []
     # os.fork() runs nostall's hook, which closes descriptors in the child; a fork from C code does
     # not.
@@ -433,9 +416,7 @@ def is_interrupted(out: Path) -> None:
     """Get the SIGINT of a whole process group while a save is held, and finish it all the same."""
     hold = Hold("chunk")
     queue = AsyncCallsQueue()
-    with inject(hold.fault):
-        schedule(queue, out / "checkpoint", small_state(1))
-    hold.wait_reached()
+    hold.stop(schedule, queue, out / "checkpoint", small_state(1))
     before = writer_pids()
     # A shell that runs the tests in its background has them ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -464,9 +445,7 @@ def forks(out: Path) -> None:
 
     hold = Hold("chunk")
     with AsyncCallsQueue() as queue:
-        with inject(hold.fault):
-            schedule(queue, out / "held", small_state(1))
-        hold.wait_reached()
+        hold.stop(schedule, queue, out / "held", small_state(1))
         before = writer_pids()
         codes = []
         for leave in (os._exit, sys.exit, close_and_exit):

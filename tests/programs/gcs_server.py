@@ -8,13 +8,13 @@ A generation is a number made of an ETag, and conditions on one are those of S3.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from moto.server import create_backend_app
-from werkzeug.serving import make_server
 from werkzeug.test import Client
+
+from programs.s3_server import serve
 
 Start = Callable[..., Any]
 
@@ -48,8 +48,4 @@ class Google:
 if __name__ == "__main__":
     app = create_backend_app("s3")
     Client(app).put(f"/{sys.argv[1]}").close()
-    server = make_server("127.0.0.1", 0, Google(app), threaded=True)
-    sys.stdout.write(f"http://127.0.0.1:{server.server_port}\n")
-    sys.stdout.flush()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdin.read()  # until the test ends
+    serve(Google(app))

@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
-from nostall import AsyncCallsQueue, FileSystemWriterAsync
+from nostall import AsyncCallsQueue
 from nostall._engine import default_engine
 from nostall._memory.overlap import any_snapshot_in_progress
 from nostall.options import EngineOptions
 from support.ending import end
 from support.interrupts import calls, interrupted, takes_a_lock
-from support.states import schedule
+from support.states import save_now, schedule
 from support.waiting import wait_until
 
 _PLACES = 80
@@ -40,10 +39,6 @@ def state() -> dict[str, Any]:
     return {"large": torch.arange(1 << 16), "small": torch.ones(3)}
 
 
-def synchronous(path: Path) -> None:
-    dcp.save(state(), storage_writer=FileSystemWriterAsync(path), no_dist=True)
-
-
 def split(path: Path, **options: Any) -> None:
     queue = AsyncCallsQueue()
     try:
@@ -54,18 +49,14 @@ def split(path: Path, **options: Any) -> None:
         queue.close(abort=True)
 
 
-def through_tier(path: Path) -> None:
-    tier = path.parent / "tier"
-    writer = FileSystemWriterAsync(path, local_staging_dir=tier, local_staging_limit=1)
-    dcp.save(state(), storage_writer=writer, no_dist=True)
-
-
 SAVES: dict[str, Callable[[Path], None]] = {
-    "sync": synchronous,
+    "sync": lambda path: save_now(path, state()),
     "split": split,
     "waves": split,
     "overlapped": partial(split, staging="overlapped"),
-    "tier": through_tier,
+    "tier": lambda path: save_now(
+        path, state(), local_staging_dir=path.parent / "tier", local_staging_limit=1
+    ),
 }
 HAPPENS = {"call": calls, "lock": takes_a_lock}
 
@@ -106,7 +97,7 @@ def main(kind: str, happens: str, path: Path, offset: float) -> None:
         except (KeyboardInterrupt, CheckpointException):
             interrupts += 1
         # The old checkpoint or the new one; in a tier, it is brought to its path meanwhile.
-        assert save is through_tier or nostall.verify(path).ok, at
+        assert kind == "tier" or nostall.verify(path).ok, at
     wait_until(lambda: not held())
     save(path)
     wait_until(lambda: nostall.verify(path).ok)

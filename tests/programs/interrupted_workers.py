@@ -10,7 +10,6 @@ from nostall._read.inflight import Workers
 
 
 def look(frame: FrameType, event: str, _argument: object) -> None:
-    """Interrupt before the method's first line."""
     if event == "call" and frame.f_code is Workers.__exit__.__code__:
         sys.setprofile(None)
         signal.raise_signal(signal.SIGINT)

@@ -28,7 +28,10 @@ from nostall.integrations.lightning import (
 )
 from support.blocked import Blocked
 from support.pages import code_blocks
+from support.states import all_equal, local_values, names
 from support.training_thread import Periods
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
 class Regression(pl.LightningModule):  # type: ignore[misc]  # Lightning is not installed for mypy
@@ -60,13 +63,6 @@ class Regression(pl.LightningModule):  # type: ignore[misc]  # Lightning is not 
         inputs, targets = batch
         return torch.nn.functional.mse_loss(self.layers(inputs), targets)
 
-    def values(self) -> list[torch.Tensor]:
-        """This rank's part of the parameters."""
-        return [
-            (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
-            for value in self.trainer.model.parameters()
-        ]
-
 
 def trainer(
     out: Path, epochs: int, callbacks: tuple[Any, ...] = (), *, keeps: int = 1, **options: Any
@@ -76,9 +72,7 @@ def trainer(
     return pl.Trainer(
         **{"accelerator": "cpu", "devices": 1, "max_epochs": epochs, **options},
         callbacks=[keep, *callbacks],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
 
 
@@ -90,21 +84,15 @@ def fit(
     trainer(out, epochs, **options).fit(model, ckpt_path=None if resume is None else str(resume))
     if dist.is_initialized():
         dist.barrier()
-    return model.values(), sorted(path.name for path in out.iterdir())
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Whether parameters are equal bit by bit."""
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+    return local_values(model.trainer.model.parameters()), names(out)
 
 
 def ddp(out: Path) -> dict[str, Any]:
-    """DDP: our checkpoint, resumed by Lightning, continues an uninterrupted run."""
     ranks: dict[str, Any] = {"strategy": "ddp", "devices": 2}
     expected, _ = fit(out / "stock", 4, **ranks)
-    _, names = fit(out / "ours", 2, plugins=[NostallCheckpointIO()], **ranks)
+    _, made = fit(out / "ours", 2, plugins=[NostallCheckpointIO()], **ranks)
     resumed, _ = fit(out / "on", 4, resume=out / "ours" / "epoch=1.ckpt", **ranks)
-    return {"names": names, "same": same(resumed, expected)}
+    return {"names": made, "same": all_equal(resumed, expected)}
 
 
 def launched(out: Path, strategy: str) -> dict[str, Any]:
@@ -117,27 +105,27 @@ def launched(out: Path, strategy: str) -> dict[str, Any]:
     after = Regression.load_from_checkpoint(out / "after.ckpt").state_dict()
     found = [list(each.values()) for each in (model.state_dict(), saved, after)]
     return {
-        "names": sorted(path.name for path in out.iterdir()),
-        "trained": not same(found[0], list(Regression().parameters())),
-        "same": [same(found[0], each) for each in found[1:]],
+        "names": names(out),
+        "trained": not all_equal(found[0], list(Regression().parameters())),
+        "same": [all_equal(found[0], each) for each in found[1:]],
     }
 
 
 def sharded(out: Path) -> dict[str, Any]:
     """A sharded strategy: our checkpoint is resumed by ours and by Lightning's."""
     expected, _ = fit(out / "stock", 4, **_fsdp2(ModelParallelStrategy))
-    mine, names = fit(out / "ours", 2, **_fsdp2())
+    mine, made = fit(out / "ours", 2, **_fsdp2())
     saved = out / "ours" / "epoch=1.ckpt"
-    files = sorted(path.name for path in saved.iterdir())
+    files = names(saved)
     resumed = {
         kind.__name__: fit(out / kind.__name__, 4, resume=saved, **_fsdp2(kind))[0]
         for kind in (ModelParallelStrategy, NostallModelParallelStrategy)
     }
     return {
-        "names": names,
+        "names": made,
         "files": files,
         "rows": [len(values) for values in mine],
-        "same": {kind: same(values, expected) for kind, values in resumed.items()},
+        "same": {kind: all_equal(values, expected) for kind, values in resumed.items()},
     }
 
 
@@ -169,8 +157,7 @@ def beside_a_strategy(out: Path) -> dict[str, Any]:
         with _said() as run:
             fitted.fit(Regression())
         dist.barrier()
-        names = sorted(path.name for path in (out / f"{keeps}").iterdir())
-        found[f"keeps {keeps}"] = {"names": names, "made": made, "run": run}
+        found[f"keeps {keeps}"] = {"names": names(out / f"{keeps}"), "made": made, "run": run}
     with _said() as beside_others:
         trainer(out / "file", 1, plugins=[NostallCheckpointIO()], strategy="ddp", devices=2)
         options = _fsdp2(partial(ModelParallelStrategy, save_distributed_checkpoint=False))
@@ -209,9 +196,13 @@ def overwritten(out: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         shutil.copy(out / "two" / "epoch=1.ckpt" / "meta.pt", out / "one" / "epoch=0.ckpt")
     dist.barrier()
-    resumed = trainer(out / "three", 3, **_fsdp2())
     began: list[int] = []
-    resumed.callbacks.append(_Began(began))
+
+    class Began(pl.Callback):  # type: ignore[misc]  # as above
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            began.append(trainer.current_epoch)
+
+    resumed = trainer(out / "three", 3, callbacks=(Began(),), **_fsdp2())
     resumed.fit(model, ckpt_path=str(out / "one" / "epoch=0.ckpt"))
     return {"began": began}
 
@@ -239,14 +230,6 @@ def documented(out: Path) -> dict[str, Any]:
 
 def _fsdp2(kind: Any = NostallModelParallelStrategy) -> dict[str, Any]:
     return {"strategy": kind(data_parallel_size=2, tensor_parallel_size=1), "devices": 2}
-
-
-class _Began(pl.Callback):  # type: ignore[misc]  # as above
-    def __init__(self, epochs: list[int]) -> None:
-        self._epochs = epochs
-
-    def on_train_start(self, trainer: Any, module: Any) -> None:
-        self._epochs.append(trainer.current_epoch)
 
 
 # --- how long saves block -------------------------------------------------------------------------
@@ -287,9 +270,7 @@ def _time(out: Path, **options: Any) -> list[float]:
         **{"accelerator": "cpu", "devices": 1, **options},
         max_steps=_EVERY * (_SAVES + 1),
         callbacks=[timed, keep],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     ).fit(_Large(timed))
     return timed.blocked.milliseconds()
 

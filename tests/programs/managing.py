@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import nostall
-from nostall import CheckpointManager, KeepLatest, PerRank, _torch, filesystem_reader
+from nostall import CheckpointManager, KeepLatest, PerRank, _torch
 from nostall import manager as manager_module
 from nostall._manager import steps
 from nostall._read import sharing
@@ -93,8 +93,6 @@ def _job(
 
 
 def _train(job: Facts, steps: int) -> list[float]:
-    """The losses of so many steps."""
-
     def closure() -> torch.Tensor:
         job["optimizer"].zero_grad()
         loss: torch.Tensor = job["model"](torch.ones(2, 6)).square().sum()
@@ -127,7 +125,7 @@ def below_a_root(out: Path, root: str) -> tuple[int, bool, bool]:
     group = dist.group.WORLD
     whole = torch.arange(9_000.0)
     state = {"x": distribute_tensor(torch.arange(1000.0), mesh, [Shard(0)]), "whole": whole}
-    reads = patch.object(filesystem_reader, "read_shared", wraps=sharing.read_shared)
+    reads = patch.object(sharing, "read_shared", wraps=sharing.read_shared)
     with (
         reads as shared,
         CheckpointManager(root, keep=KeepLatest(2), process_group=group) as manager,
@@ -337,8 +335,6 @@ def unfit(out: Path) -> Facts:
 
 
 class Holding:
-    """An object with a tensor."""
-
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 

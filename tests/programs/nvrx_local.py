@@ -34,17 +34,9 @@ class HostState(base_state_dict.TensorAwareStateDict):  # type: ignore[misc]  # 
     def pop_tensors(self) -> list[torch.Tensor]:
         return []
 
-    def insert_tensors(self, tensor_data: Any) -> None:
-        del tensor_data
+    def _do_nothing(self, *_: Any, **__: Any) -> None: ...
 
-    def init_tensors(self) -> None:
-        pass
-
-    def copy_tensors_to_cpu(self, **_: Any) -> None:
-        pass
-
-    def restore_tensor_device(self, **_: Any) -> None:
-        pass
+    insert_tensors = init_tensors = copy_tensors_to_cpu = restore_tensor_device = _do_nothing
 
     def to_state_dict(self) -> Any:
         return self.tensor

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from programs.entry_points import loaded_wrong
-from programs.planning import make_state
-from support.faults import Hold, inject
+from programs.planning import failure, make_state
+from support.faults import Hold
 from support.states import begin_async, schedule
-
-
-def failed_ranks(wait: Callable[[], Any]) -> list[int]:
-    try:
-        wait()
-    except CheckpointException as error:
-        return sorted(error.failures)
-    return []
 
 
 def one_rank_that_forgets_to_wait_fails_the_save_on_all(out: Path) -> dict[str, Any]:
@@ -35,26 +25,22 @@ def one_rank_that_forgets_to_wait_fails_the_save_on_all(out: Path) -> dict[str, 
     state = {**make_state(2), f"large {dist.get_rank()}": torch.zeros(5 << 20, dtype=torch.uint8)}
     facts: dict[str, Any] = {}
     with Hold() as hold:
-        with inject(hold.fault):
-            schedule(queue, out / "before", make_state(1))
-            hold.wait_reached()
+        hold.stop(schedule, queue, out / "before", make_state(1))
         schedule(queue, out / "forgotten", state, staging="overlapped")
         if dist.get_rank() == 1:
             state["large 1"].add_(1)
         hold.release()
-        facts["split"] = failed_ranks(queue.wait)
+        facts["split"] = failure(queue.wait)["ranks"]
     schedule(queue, out / "next", make_state(3), staging="overlapped")
     nostall.wait_staged(60)
     queue.close()
     writer = FileSystemWriterAsync(out / "async", staging="overlapped")
     with Hold("stage") as hold:
-        with inject(hold.fault):
-            saving = begin_async(writer, state)
-        hold.wait_reached()
+        saving = hold.stop(begin_async, writer, state)
         if dist.get_rank() == 1:
             state["large 1"].add_(1)
         hold.release()
-    facts["async"] = failed_ranks(lambda: saving.result(100))
+    facts["async"] = failure(lambda: saving.result(100))["ranks"]
     failed: Any = saving.exception()
     said = str(failed.failures[1][0])
     facts["said"] = [said.count(part) for part in ("phase=", "call wait_staged()")]

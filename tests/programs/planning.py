@@ -20,9 +20,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-)
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -42,25 +40,14 @@ from nostall.state_dict_saver import (
     vouch_for,
 )
 from programs.entry_points import State, loaded_wrong
-from support.states import read_metadata, schedule
+from support.states import names, read_metadata, schedule, shard_files
 
 Facts = dict[str, Any]
 
 _COLLECTIVES = (
-    "all_gather",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "scatter_object_list",
-    "send",
+    *("all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast"),
+    *("broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "scatter"),
+    *("scatter_object_list", "send"),
 )
 
 
@@ -100,27 +87,11 @@ def make_state(seed: int) -> State:
     }
 
 
-def _added(state: State, key: str) -> None:
-    state[f"{key} more"] = state[key] + 1
-
-
-def _removed(state: State, key: str) -> None:
-    del state[key]
-
-
-def _reshaped(state: State, key: str) -> None:
-    state[key] = torch.cat([state[key], state[key]])
-
-
-def _made_an_object(state: State, key: str) -> None:
-    state[key] = {"inner": state[key].tolist()}
-
-
-CHANGES: dict[str, Callable[[State, str], None]] = {
-    "added": _added,
-    "removed": _removed,
-    "reshaped": _reshaped,
-    "made an object": _made_an_object,
+CHANGES: dict[str, Callable[[State, str], object]] = {
+    "added": lambda state, key: state.update({f"{key} more": state[key] + 1}),
+    "removed": lambda state, key: state.pop(key),
+    "reshaped": lambda state, key: state.update({key: torch.cat([state[key]] * 2)}),
+    "made an object": lambda state, key: state.update({key: {"inner": state[key].tolist()}}),
 }
 WHERE = {"all ranks": (0, 1), "the coordinator": (0,), "another rank": (1,)}
 
@@ -209,7 +180,6 @@ def save(
 
 
 def valid_cache(out: Path) -> CheckpointMetadataCache:
-    """A cache after three saves of ``make_state``."""
     cache = CheckpointMetadataCache()
     for number in (1, 2, 3):
         save(out / f"before-{number}", make_state(number), cache)
@@ -217,12 +187,10 @@ def valid_cache(out: Path) -> CheckpointMetadataCache:
 
 
 def content(path: Path) -> tuple[Any, Any, Any]:
-    """A checkpoint's entries, indices and mappings, read from its metadata."""
     return content_of(read_metadata(path))
 
 
 def content_of(metadata: Metadata | None) -> tuple[Any, Any, Any]:
-    """Entries, indices and mappings of metadata."""
     assert metadata is not None
     assert metadata.planner_data is not None
     mappings = {k: v for k, v in metadata.planner_data.items() if not k.startswith("nostall.")}
@@ -230,12 +198,11 @@ def content_of(metadata: Metadata | None) -> tuple[Any, Any, Any]:
 
 
 def failure(do: Callable[[], Any]) -> Facts:
-    """How a step fails."""
     try:
         do()
     except CheckpointException as error:
         return {"ranks": sorted(error.failures), "text": str(error)}
-    return {"ranks": [], "text": "it did not fail"}
+    return {"ranks": [], "text": ""}
 
 
 # --- planners of other kinds ----------------------------------------------------------------------
@@ -324,23 +291,21 @@ def _only(state: State) -> None:
     """The state as it is."""
 
 
-def _transposed(state: State) -> None:
-    state["table"] = state["table"].t().contiguous().t()
-
-
-def _noted(state: State) -> None:
-    state["note"] = "x" * int(state["table"].sum().abs() * 10)
-
-
 CHANGED: dict[str, tuple[Callable[[State], object], Callable[[], DefaultSavePlanner]]] = {
     "another dtype": (
         lambda state: state.update(shared=state["shared"].half()),
         DefaultSavePlanner,
     ),
-    "other strides": (_transposed, DefaultSavePlanner),
+    "other strides": (
+        lambda state: state.update(table=state["table"].t().contiguous().t()),
+        DefaultSavePlanner,
+    ),
     "more on one rank": (lambda each: changed(each, "added", "another rank"), DefaultSavePlanner),
-    "a key less": (lambda state: _removed(state, "also shared"), DefaultSavePlanner),
-    "an object": (_noted, DefaultSavePlanner),
+    "a key less": (lambda state: state.pop("also shared"), DefaultSavePlanner),
+    "an object": (
+        lambda state: state.update(note="x" * int(state["table"].sum().abs() * 10)),
+        DefaultSavePlanner,
+    ),
     "another class": (_only, AlonePlanner),
     "another class, vouched for": (_only, VouchedPlanner),
     "nostall's": (_only, SavePlanner),
@@ -390,8 +355,7 @@ def matrix(out: Path) -> Facts:
 def _all_of(path: Path) -> tuple[Any, Any, dict[str, bytes]]:
     """Entries and places of a checkpoint, and the bytes of its files."""
     metadata = read_metadata(path)
-    files = {each.name: each.read_bytes() for each in path.iterdir() if each.name != ".metadata"}
-    return metadata.state_dict_metadata, metadata.storage_data, files
+    return metadata.state_dict_metadata, metadata.storage_data, shard_files(path)
 
 
 def replicated_on_one_rank_less(out: Path) -> Facts:
@@ -537,7 +501,7 @@ def _fail_once(out: Path, cache: CheckpointMetadataCache | None, planner: Failin
         step = "finalize"
         failed = failure(planned[0].finish)
     dist.barrier()
-    left = [p.name for p in (out / "failed").iterdir()] if (out / "failed").exists() else []
+    left = names(out / "failed")
     said = save(out / "next", make_state(9), cache, FailingPlanner(-1, ""))
     return {**failed, "raised when": step, "left": left, "next": said}
 
@@ -643,23 +607,12 @@ def prepared_metadata(out: Path) -> Facts:
 
 
 def two_ranks(out: Path) -> dict[str, Any]:
-    """All scenarios for two ranks."""
     return {
         scenario.__name__: scenario(out / scenario.__name__)
         for scenario in (
-            steady_state,
-            structure_changes,
-            matrix,
-            replicated_on_one_rank_less,
-            joined,
-            in_flight_over_a_change,
-            resumed,
-            planning_failures,
-            other_planners,
-            another_coordinator,
-            impossible_coordinators,
-            verified,
-            prepared_metadata,
+            *(steady_state, structure_changes, matrix, replicated_on_one_rank_less, joined),
+            *(in_flight_over_a_change, resumed, planning_failures, other_planners),
+            *(another_coordinator, impossible_coordinators, verified, prepared_metadata),
         )
     }
 
@@ -692,7 +645,7 @@ def _save_in_group(out: Path, group: dist.ProcessGroup) -> Facts:
             lambda: (schedule(queue, out / "failed", broken, group=group), queue.wait())
         )
     facts["plan"] = [save(out / f"{n}", state(n), cache, group=group) for n in range(1, 5)]
-    facts["files"] = sorted(path.name for path in (out / "4").iterdir())
+    facts["files"] = names(out / "4")
     resumed_cache = CheckpointMetadataCache()
     resumed_cache.set_cached_global_metadata(FileSystemReader(out / "4").read_metadata())
     facts["resumed plan"] = save(out / "resumed", state(7), resumed_cache, group=group)

@@ -280,15 +280,10 @@ class Rebuilding(dcp.FileSystemWriter):
         return [SavePlan([*each.items], each.storage_data, each.planner_data) for each in plans]
 
 
-class ReversingAsync(Reversing, nostall.FileSystemWriterAsync):
-    """nostall's writer, which writes items in another order."""
-
-
-class RebuildingAsync(Rebuilding, nostall.FileSystemWriterAsync):
-    """nostall's writer, which makes plans of its own of those that it gets."""
-
-
-_OF_NOSTALL = ReversingAsync, RebuildingAsync
+_OF_NOSTALL: list[Any] = [
+    type(f"{kind.__name__}Async", (kind, nostall.FileSystemWriterAsync), {})
+    for kind in (Reversing, Rebuilding)
+]
 
 
 def with_other_writers(out: Path) -> dict[str, list[bool]]:
@@ -379,19 +374,16 @@ def returned(out: Path) -> dict[str, Any]:
     on_disk = [read_metadata(out / f"{number}") for number in range(3)]
     copied, deep = copy(first), deepcopy(second)
     pickled = pickle.loads(pickle.dumps(third))
+    changed = save(out / "4", state)
+    changed.planner_data = "of the caller"
     return {
         "copied": copied == on_disk[0] and on_disk[0] == first,
         "deep": deep == on_disk[1] and on_disk[1] == second,
         "pickled": pickled == on_disk[2],
         "type": isinstance(first, Metadata),
         "said": "state_dict_metadata" in repr(first),
-        "set": _is_set(save(out / "4", state)),
+        "set": bool(changed.state_dict_metadata) and changed.planner_data == "of the caller",
     }
-
-
-def _is_set(metadata: Metadata) -> bool:
-    metadata.planner_data = "of the caller"
-    return bool(metadata.state_dict_metadata) and metadata.planner_data == "of the caller"
 
 
 def groups_come_and_go(out: Path) -> list[bool]:

@@ -25,7 +25,7 @@ from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import calls
 from programs.entry_points import State, loaded_wrong
 from support.faults import Hold, inject, writer_pids
-from support.states import planned, schedule
+from support.states import names, planned, schedule
 
 
 def _state(seed: int) -> State:
@@ -40,11 +40,6 @@ def _require_saved(path: Path, seed: int) -> None:
 def nothing(*finalize: Callable[[], Any]) -> AsyncRequest:
     """A request with nothing to do in the background."""
     return AsyncRequest(None, [], list(finalize))
-
-
-def names(path: Path) -> list[str]:
-    """Names in a directory; none if it does not exist."""
-    return sorted(p.name for p in path.iterdir()) if path.exists() else []
 
 
 def in_order(out: Path) -> None:

@@ -12,13 +12,12 @@ from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall import _torch
 from nostall._ranks.group import TorchGroup
 from nostall.core import AsyncCallsQueue
 from programs.entry_points import loaded_wrong
-from programs.planning import collectives, make_state
+from programs.planning import collectives, failure, make_state
 from support.faults import Fault, inject
 from support.states import schedule
 
@@ -49,7 +48,6 @@ def ranks_whose_store_has_gone_still_save(out: Path) -> dict[str, Any]:
 
 def ranks_without_numpy_save(out: Path) -> dict[str, Any]:
     """A save, and one that fails on rank 1, where torch has no NumPy."""
-    failed = [-1]
     heard = logging.handlers.BufferingHandler(1000)
     logging.getLogger("nostall").addHandler(heard)
     unavailable = Mock(side_effect=RuntimeError("Numpy is not available"))
@@ -58,24 +56,14 @@ def ranks_without_numpy_save(out: Path) -> dict[str, Any]:
         queue.wait()
         with inject(Fault.errno("chunk", errno.ENOSPC, file="__1_")):
             schedule(queue, out / "2", make_state(2))
-            try:
-                queue.wait()
-            except CheckpointException as error:
-                failed = sorted(error.failures)
-    return {
-        "wrong": loaded_wrong(out / "1", make_state(1), make_state(0)),
-        "failed ranks": failed,
-        "warning": " ".join(
-            each.getMessage() for each in heard.buffer if each.levelname == "WARNING"
-        ),
-    }
+            failed = failure(queue.wait)["ranks"]
+    said = [each.getMessage() for each in heard.buffer if each.levelname == "WARNING"]
+    wrong = loaded_wrong(out / "1", make_state(1), make_state(0))
+    return {"wrong": wrong, "failed ranks": failed, "warning": " ".join(said)}
 
 
 def messages_of_all_lengths_arrive(out: Path) -> dict[str, Any]:
-    """Messages that arrive wrong, and collectives used, if one rank's message is longer or none is.
-
-    In a group of two of three ranks, too.
-    """
+    """Messages of three ranks, and of two of them, that arrive wrong; and the collectives used."""
     del out
     here, size = dist.get_rank(), dist.get_world_size()
     pair = dist.new_group([0, 2])

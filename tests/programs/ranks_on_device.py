@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 import nostall
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
+from programs.entry_points import differing, leaves
 from support.states import begin_async, schedule
 
 State = dict[str, Any]
@@ -41,15 +42,10 @@ def state_of(version: int, device: str, mesh: DeviceMesh, *, blank: bool = False
     }
 
 
-def whole(value: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def advance(state: State) -> None:
     """A step, of which kernels are still to run when this returns."""
-    for value in state.values():
-        whole(value).add_(1)
+    for _, value in leaves(state):
+        value.add_(1)
 
 
 def wrongly_loaded(path: Path, version: int, device: str, mesh: DeviceMesh) -> list[str]:
@@ -65,11 +61,7 @@ def wrongly_loaded(path: Path, version: int, device: str, mesh: DeviceMesh) -> l
         else:
             once = load == "load once"
             nostall.load(found, path, process_group=dist.group.WORLD, read_once=once)
-        wrong += [
-            f"{load}: {name}"
-            for name, value in found.items()
-            if not torch.equal(whole(value), whole(expected[name]))
-        ]
+        wrong += [f"{load}: {name}" for name in differing(found, expected)]
     return wrong
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from inspect import CO_OPTIMIZED
@@ -23,15 +22,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
-from nostall import (
-    AsyncCallsQueue,
-    AsyncRequest,
-    CheckpointManager,
-    FileSystemWriterAsync,
-    save_state_dict_async_finalize,
-    save_state_dict_async_plan,
-)
+from nostall import AsyncCallsQueue, CheckpointManager, FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache
+from support.states import begin_async, schedule
 
 SOURCE = f"{Path(nostall.__file__).parent}/"
 
@@ -57,7 +50,6 @@ def profiled() -> Iterator[set[tuple[str, str]]]:
 
 
 def state() -> dict[str, Any]:
-    """A small state dict."""
     return {"model": {f"w{each}": torch.ones(64, 64) for each in range(8)}, "step": 3}
 
 
@@ -66,19 +58,11 @@ def paths(root: str) -> Iterator[tuple[str, Callable[[], object]]]:
     cache, queue = CheckpointMetadataCache(), AsyncCallsQueue()
 
     def split(number: int) -> None:
-        writer = FileSystemWriterAsync(f"{root}/split-{number}")
-        planned = save_state_dict_async_plan(
-            state(), writer, enable_cache=True, metadata_cache=cache
-        )
-        fn, preload_fn, arguments = writer.get_save_function_and_args()
-        finalize = partial(save_state_dict_async_finalize, *planned)
-        queue.schedule_async_request(AsyncRequest(fn, arguments, [finalize], preload_fn=preload_fn))
+        schedule(queue, f"{root}/split-{number}", state(), cache=cache)
         queue.maybe_finalize_async_calls(blocking=True)
 
     def background() -> None:
-        future = dcp.async_save(state(), storage_writer=FileSystemWriterAsync(f"{root}/a"))
-        assert isinstance(future, Future)
-        future.result()
+        begin_async(FileSystemWriterAsync(f"{root}/a"), state()).result()
 
     def manage() -> None:
         with CheckpointManager(f"{root}/steps", save_every=1) as manager:
@@ -97,7 +81,6 @@ def paths(root: str) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def main(directory: str) -> None:
-    """Run all paths twice, in directories of their own, and count the second time."""
     for _, path in paths(f"{directory}/first"):
         path()
     for name, path in paths(f"{directory}/second"):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from support.pages import code_blocks
+from support.states import all_equal, local_values
 
 Facts = dict[str, Any]
 
@@ -39,12 +40,12 @@ def torchtune(out: Path) -> Facts:
     for epoch in (0, 1):
         progress = TrainingProgress(0, epoch, 3, 5)
         client.save_checkpoint(model, optimizer, progress, epoch=epoch)
-    saved = _values(model)
+    saved = local_values(model.parameters())
     _clear(model)
     client._get_dcp_checkpointer()._checkpoint_future.result()
     loaded = {"model": model.state_dict(), "epochs_run": 0}
     DistributedCheckpointer(str(base), str(out)).load_checkpoint(loaded)
-    same = all(map(torch.equal, _values(model), saved))
+    same = all_equal(local_values(model.parameters()), saved)
     return {"same": same, "epoch": loaded["epochs_run"], "committed": _committed(out)}
 
 
@@ -66,7 +67,7 @@ def nemo_automodel(out: Path) -> Facts:
     ours.save_model(model, step)
     ours.save_optimizer(optimizer, model, step)
     ours.maybe_wait_for_staging()
-    saved, moments = _values(model), _moments(optimizer)
+    saved, moments = local_values(model.parameters()), _moments(optimizer)
     _clear(model)
     ours.async_wait()
     ours.close()
@@ -75,7 +76,8 @@ def nemo_automodel(out: Path) -> Facts:
     other = torch.optim.AdamW(model.parameters())
     theirs.load_optimizer(other, model, step)
     theirs.close()
-    same = all(map(torch.equal, _values(model) + _moments(other), saved + moments))
+    found = local_values(model.parameters()) + _moments(other)
+    same = all_equal(found, saved + moments)
     return {"same": same, "committed": _committed(out)}
 
 
@@ -98,17 +100,8 @@ def _trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def _local(value: Any) -> torch.Tensor:
-    local: torch.Tensor = value.to_local()
-    return local.detach().clone()
-
-
-def _values(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [_local(value) for value in model.parameters()]
-
-
 def _moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [_local(state["exp_avg"]) for state in optimizer.state.values()]
+    return local_values(state["exp_avg"] for state in optimizer.state.values())
 
 
 def _clear(model: torch.nn.Module) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from nostall._engine import default_engine
 from nostall.core import AsyncCallsQueue
 from support.faults import writer_pids
+from support.processes import open_files
 from support.states import schedule
 from support.waiting import wait_until
 
@@ -37,7 +37,9 @@ def has_few_descriptors(out: Path) -> None:
 
 def saves_again_and_again(out: Path, structures: tuple[int, ...]) -> list[dict[str, int]]:
     """Twenty saves of states of so many MiB, in turn, and what the processes hold then."""
-    states = [_state_of(mib) for mib in structures]
+    states = [
+        {f"{mib}/{number}": torch.randn(MIB // 4) for number in range(mib)} for mib in structures
+    ]
     measured = []
     with AsyncCallsQueue() as queue:
         for number in range(20):
@@ -46,30 +48,17 @@ def saves_again_and_again(out: Path, structures: tuple[int, ...]) -> list[dict[s
             measured.append(_held())
         # What was not counted must not be held for ever either.
         pids = (os.getpid(), *writer_pids())
-        wait_until(lambda: not any(_is_replaced(link) for pid in pids for link in _open_in(pid)))
+        wait_until(lambda: not any(_is_replaced(link) for pid in pids for link in open_files(pid)))
     return measured
 
 
-def _open_in(pid: int) -> list[str]:
-    """Targets of a process's open descriptors."""
-    links = []
-    for name in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # closed meanwhile
-            links.append(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return links
-
-
 def _lasting_descriptors(pid: int) -> int:
-    return sum(not _is_replaced(link) for link in _open_in(pid))
+    return sum(not _is_replaced(link) for link in open_files(pid))
 
 
 def _is_replaced(link: str) -> bool:
     """Whether it leads to a replaced checkpoint's file, which a thread closes later."""
     return link.endswith(".distcp (deleted)")
-
-
-def _state_of(mib: int) -> State:
-    return {f"{mib}/{number}": torch.randn(MIB // 4) for number in range(mib)}
 
 
 def _held() -> dict[str, int]:

@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import sys
 import threading
+from typing import Any
 
 from moto.server import create_backend_app
 from werkzeug.serving import make_server
 
 from support.faulty_store import Faulty
 
-if __name__ == "__main__":
-    # S3 alone: the application for all services has to find out which one each request is for.
-    faulty = Faulty(create_backend_app("s3"), lambda environ: environ["werkzeug.socket"])
-    server = make_server("127.0.0.1", 0, faulty, threaded=True)
+
+def serve(application: Any) -> None:
+    """Say the address, and answer until the test ends."""
+    server = make_server("127.0.0.1", 0, application, threaded=True)
     sys.stdout.write(f"http://127.0.0.1:{server.server_port}\n")
     sys.stdout.flush()
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    sys.stdin.read()  # until the test ends
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    # S3 alone: the application for all services has to find out which one each request is for.
+    serve(Faulty(create_backend_app("s3"), lambda environ: environ["werkzeug.socket"]))

@@ -80,7 +80,6 @@ WAYS: dict[str, Callable[[Path, State], None]] = {
 
 
 def everything(out: Path) -> list[str]:
-    """Run every check, and list the failures on this rank."""
     state, wrong = whole(), []
     stock = HuggingFaceStorageWriter(str(out / "stock"), save_distributed=True)
     dcp.save(sharded(state, 0), storage_writer=stock)

@@ -25,7 +25,6 @@ def state_of(seed: int) -> dict[str, Any]:
 
 
 def save(path: str, seed: int, **options: Any) -> None:
-    """Save while the caller waits."""
     dcp.save(state_of(seed), storage_writer=FileSystemWriterAsync(path, **options), no_dist=True)
 
 

@@ -74,7 +74,6 @@ def start(directory: Path) -> tuple[subprocess.Popen[bytes], int]:
 
 
 def wait_for(process: subprocess.Popen[bytes], port: int) -> None:
-    """Return when it answers."""
     deadline = time.monotonic() + STARTED_S
     while not answers(f"http://127.0.0.1:{port}"):
         assert process.poll() is None, "SeaweedFS has ended"
@@ -94,7 +93,6 @@ def answers(endpoint: str) -> bool:
 
 
 def headers_of(environ: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names and values of a request's headers."""
     for key, value in environ.items():
         name = key.removeprefix("HTTP_")
         if name != key or key in {"CONTENT_TYPE", "CONTENT_LENGTH"}:
@@ -147,7 +145,6 @@ class Proxy:
 
 
 def main(directory: Path, *, bare: bool) -> None:
-    """Run it until the standard input ends."""
     process, port = start(directory)
     try:
         wait_for(process, port)

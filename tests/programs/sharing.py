@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 import nostall
-from nostall import _torch, filesystem_reader
-from nostall._read.sharing import share_reads
+from nostall import _torch
+from nostall._read import sharing
 from nostall.errors import NostallError, OptionError
 from support import reads
 from support.reads import counted, empty_like, same, save
@@ -33,7 +33,7 @@ from support.states import read_metadata, small_state
 Facts = dict[str, Any]
 GROUP_TIMEOUT_S = 40
 """After which ranks that wait for each other give up: later than any test allows."""
-in_small_rounds = partial(share_reads, round_nbytes=3 << 20)
+in_small_rounds = partial(sharing.share_reads, round_nbytes=3 << 20)
 """So that a few megabytes take several rounds."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool)
 
@@ -51,7 +51,7 @@ def everything(out: Path) -> Facts:
         directory = out / scenario.__name__
         directory.mkdir(exist_ok=True)
         dist.barrier()
-        with patch.object(filesystem_reader, "share_reads", in_small_rounds):
+        with patch.object(sharing, "share_reads", in_small_rounds):
             found[scenario.__name__] = scenario(directory, group)
     return found
 
@@ -59,7 +59,6 @@ def everything(out: Path) -> Facts:
 def load(
     state: Facts, path: Path, group: dist.ProcessGroup | None, planner: Any = None, **options: Any
 ) -> None:
-    """Load with a reader that shares in the group."""
     reader = nostall.FileSystemReader(path, process_group=group, **options)
     dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
 
@@ -325,5 +324,5 @@ def lost(out: Path) -> Facts:
     save_once(out, state)
     is_last = dist.get_rank() == dist.get_world_size() - 1
     planner = Failing("x0", lambda _: os._exit(0)) if is_last else None
-    with patch.object(filesystem_reader, "share_reads", in_small_rounds):
+    with patch.object(sharing, "share_reads", in_small_rounds):
         return error_of(partial(load, empty_like(state), out, group, planner=planner))

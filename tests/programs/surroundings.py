@@ -58,10 +58,7 @@ def refuse(call: str, number: int) -> None:
 
 
 def hide_proc() -> None:
-    """Put an empty directory over ``/proc``, for this process and those that it starts.
-
-    Only root may.
-    """
+    """Put an empty directory over ``/proc`` for this process and its children; only root may."""
     libc = ctypes.CDLL(None, use_errno=True)
     _check(libc.unshare(_CLONE_NEWNS))
     _check(libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None))

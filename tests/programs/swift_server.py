@@ -98,7 +98,6 @@ def configure(directory: Path) -> dict[str, socket.socket]:
 
 
 def serve(directory: Path, kind: str, server: socket.socket, ready: int) -> None:
-    """Run one server, and say when it answers."""
     utils.monkey_patch()
     conf = wsgi.appconfig(str(directory / f"{kind}-server.conf"), name=f"{kind}-server")
     patched = greenio.GreenSocket(server)
@@ -122,7 +121,6 @@ def start(directory: Path, kind: str, server: socket.socket) -> int:
 
 
 def main(directory: Path) -> None:
-    """Run all servers until the standard input ends."""
     sockets = configure(directory)
     processes = []
     try:

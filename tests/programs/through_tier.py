@@ -30,7 +30,6 @@ def destination_of(root: str, step: int) -> str:
 
 
 def save(tier: str, root: str, step: int, **options: Any) -> FileSystemWriterAsync:
-    """Save while the caller waits."""
     path = destination_of(root, step)
     writer = FileSystemWriterAsync(path, local_staging_dir=tier, thread_count=2, **options)
     dcp.save(state_of(step), storage_writer=writer, no_dist=True)

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import nostall
+from nostall._tier import promotions
 from nostall.core import AsyncCallsQueue
 from nostall.errors import DamagedCheckpointError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.state_dict_saver import CheckpointMetadataCache
-from nostall.tier import _promotions as promotions
-from support.states import schedule
+from support.states import names, schedule
 
 
 def assert_holds(path: Path, step: int) -> None:
@@ -33,10 +33,7 @@ def assert_holds(path: Path, step: int) -> None:
 
 
 def save_steps(out: Path, disk: str) -> None:
-    """Steps have directories, or one that is overwritten; the coordinator has the handle.
-
-    The ranks share a local tier, or each has its own.
-    """
+    """Steps have directories or overwrite one; the tier is shared, or each rank's own."""
     rank, is_shared = dist.get_rank(), disk == "shared"
     tier = out / ("disk" if is_shared else f"disk-{rank}")
     for step in range(6):
@@ -48,11 +45,8 @@ def save_steps(out: Path, disk: str) -> None:
             writer.promotion.result(60)
         dist.barrier()
         assert_holds(path, step)
-        assert sorted(each.name.partition("-")[0] for each in path.iterdir()) == [
-            ".metadata",
-            "__0_0",
-            "__1_0",
-        ]
+        made = [each.partition("-")[0] for each in names(path)]
+        assert made == [".metadata", "__0_0", "__1_0"]
         # The coordinator keeps the newest whole; the last one may be removed in a moment.
         kept = list(tier.glob(f"*/__{rank}_*"))
         assert is_shared or len(kept) <= 2, kept
@@ -64,15 +58,10 @@ def split_saves_by_rank(out: Path) -> None:
     rank = dist.get_rank()
     queue, cache = AsyncCallsQueue(), CheckpointMetadataCache()
     for step in range(5):
-        schedule(
-            queue,
-            out / f"step-{step}",
-            {f"w{rank}": torch.full((1000,), float(step))},
-            cache=cache,
-            local_staging_dir=out / f"disk-{rank}",
-            local_staging_shared=False,
-            local_staging_limit=9,
-        )
+        own = {"local_staging_dir": out / f"disk-{rank}", "local_staging_shared": False}
+        state = {f"w{rank}": torch.full((1000,), float(step))}
+        path = out / f"step-{step}"
+        schedule(queue, path, state, cache=cache, local_staging_limit=9, **own)
         queue.wait(60)
     for promotion in promotions._missing():
         promotion.result(60)
@@ -127,7 +116,6 @@ class OutOfSight(FileSystemWriterAsync):
     """A writer whose files the coordinator does not see, as in the tier of another host."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write them, and move them away."""
         results = super().write_data(plan, planner)
         directory = Path(self._rank_save.settings.directory)
         for each in directory.glob("__1_*"):

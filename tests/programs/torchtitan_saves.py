@@ -10,20 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 
 from nostall.integrations.torchtitan import NostallCheckpointManager
 from nostall.integrity import is_complete
 from support.blocked import Blocked
-from support.faults import Hold, inject
+from support.faults import Hold
 from support.pages import code_blocks
+from support.states import all_equal, local_values
 from support.training_thread import Periods
 
 
 class _Plain:
-    """A part of the state that is one dict."""
-
     def __init__(self) -> None:
         self.values: dict[str, Any] = {"step": torch.tensor(0)}
 
@@ -34,9 +32,9 @@ class _Plain:
         self.values.update(values)
 
 
-def _model(seed: int) -> torch.nn.Module:
+def _model(seed: int, width: int = 16, depth: int = 2) -> torch.nn.Module:
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     return model
 
@@ -58,13 +56,6 @@ def _build(config: Any, out: Path, model: torch.nn.Module, state: _Plain) -> Any
     )
 
 
-def _values(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [
-        value.to_local().detach().clone() if isinstance(value, DTensor) else value
-        for value in model.parameters()
-    ]
-
-
 def saved_and_loaded(out: Path, mode: str) -> dict[str, Any]:
     """Saves in a mode; torchtitan's manager and ours load what was saved at each call."""
     model, state = _model(0), _Plain()
@@ -72,7 +63,7 @@ def saved_and_loaded(out: Path, mode: str) -> dict[str, Any]:
     at_save: list[list[torch.Tensor]] = []
     for step in (1, 2, 3):
         state.values["step"].fill_(step)
-        at_save.append(_values(model))
+        at_save.append(local_values(model.parameters()))
         ours.save(step)
         ours.maybe_wait_for_staging()
         with torch.no_grad():
@@ -84,8 +75,8 @@ def saved_and_loaded(out: Path, mode: str) -> dict[str, Any]:
         other, loaded = _model(1), _Plain()
         manager = _manager(kind, out, other, loaded, async_mode="disabled")
         assert manager.load()
-        same[kind.__name__] = int(loaded.values["step"]) == 3 and all(
-            map(torch.equal, _values(other), at_save[-1])
+        same[kind.__name__] = int(loaded.values["step"]) == 3 and all_equal(
+            local_values(other.parameters()), at_save[-1]
         )
         manager.close()
     dist.barrier()
@@ -99,9 +90,7 @@ def leftover(out: Path) -> dict[str, Any]:
     ours.maybe_wait_for_saving()
     (out / "checkpoint" / "step-20").mkdir(exist_ok=True)
     hold = Hold("chunk")
-    with inject(hold.fault):
-        ours.save(15)
-        hold.wait_reached()
+    hold.stop(ours.save, 15)
     complete = is_complete(out / "checkpoint" / "step-10")
     hold.release()
     ours.close()
@@ -157,8 +146,7 @@ _MODES = ("disabled", "async", "async_with_pinned_mem")
 
 
 def _time(kind: Any, out: Path, mode: str) -> list[float]:
-    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(24)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model = _model(0, 1024, 24)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     manager = _manager(kind, out, model, _Plain(), interval=_EVERY, async_mode=mode)
     blocked = Blocked(every=_EVERY)

@@ -79,19 +79,20 @@ def test_every_contender_loads_what_was_saved() -> None:
 
 
 @pytest.mark.slow
-def test_fresh_processes_load_and_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By each way, and bring what was saved."""
+@pytest.mark.parametrize(
+    ("command", "figures"),
+    [
+        ("restart", {"total_s", "load_s", "first_blocked_s"}),
+        ("start", {"cold_s", "cold_load_s", "warm_s"}),
+    ],
+)
+def test_fresh_processes_load_what_was_saved(
+    monkeypatch: pytest.MonkeyPatch, command: str, figures: set[str]
+) -> None:
+    """By each way, and save; or with a prefetch, without, by stock, and not at all."""
     monkeypatch.setattr("sys.executable", loaded.executable())
-    for row in measured("restart").values():
-        assert {"total_s", "load_s", "first_blocked_s"} <= row["samples"].keys()
-
-
-@pytest.mark.slow
-def test_programs_load_what_was_saved_before_they_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without a prefetch, by stock, and not at all."""
-    monkeypatch.setattr("sys.executable", loaded.executable())
-    for row in measured("start").values():
-        assert {"cold_s", "cold_load_s", "warm_s"} <= row["samples"].keys()
+    for row in measured(command).values():
+        assert figures <= row["samples"].keys()
 
 
 @pytest.mark.slow

@@ -214,6 +214,12 @@ MISTAKES = {
         "run",
         "`nostall ls ROOT` lists checkpoints",
     ),
+    "options of a store for a directory": Mistake(
+        lambda at: load(save(at / "a"), storage_options={"region": "us-east-1"}),
+        "storage_options are for s3://, gs:// and az://",
+        "a",
+        "leave them out",
+    ),
     "root of steps for a step": Mistake(
         lambda at: load(steps(at / "run")),
         "checkpoints below it, newest first: step-000000002",

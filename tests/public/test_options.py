@@ -46,8 +46,7 @@ def test_a_wrong_engine_option_is_named_with_its_value_and_the_fix() -> None:
         with pytest.raises(OptionError) as caught:
             EngineOptions(**{name: value})
         assert f"{name}={value}" in caught.value.message
-        assert caught.value.hint is not None
-        assert fix in caught.value.hint
+        assert fix in str(caught.value.hint)
 
 
 def test_a_wrong_writer_option_is_named_with_its_value_and_the_fix() -> None:
@@ -57,8 +56,7 @@ def test_a_wrong_writer_option_is_named_with_its_value_and_the_fix() -> None:
         with pytest.raises(OptionError) as caught:
             FileSystemWriterAsync("path", **{"thread_count": 2, **given})
         assert named in caught.value.message
-        assert caught.value.hint is not None
-        assert fix in caught.value.hint
+        assert fix in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("path", [None, 5, b"bytes", "", "nul\0"])

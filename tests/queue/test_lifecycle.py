@@ -180,10 +180,7 @@ def test_sigterm_at_any_moment_of_close_and_of_the_end_loses_nothing(tmp_path: P
     "how", ["in a block", "at exit", "slow to give up", "several are pending", "asked twice"]
 )
 def test_sigterm_ends_a_process_whose_save_does_not_end(tmp_path: Path, how: str) -> None:
-    """After the grace period the process ends with SIGTERM's status, and nothing is committed.
-
-    A failure of the save, which may end the script before, gives the process no other status.
-    """
+    """After the grace period, with SIGTERM's status whatever fails before; nothing is committed."""
     done = run("gets_sigterm_too_late", tmp_path, how)
     assert done.returncode == 143
     assert not nostall.is_complete(tmp_path / "save")

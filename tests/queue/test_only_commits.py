@@ -20,7 +20,6 @@ Finalize = Callable[[], Any]
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Any:
-    """Arguments that finalise a planned save."""
     writer = nostall.FileSystemWriterAsync(tmp_path / "saved")
     return save_state_dict_async_plan({"weight": torch.ones(3)}, writer)
 

@@ -50,10 +50,10 @@ from nostall.state_dict_saver import save_state_dict_async_plan
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs import calls, openers
 from programs.entry_points import differing, holds, loaded_wrong, spoil
-from programs.queueing import names, nothing
+from programs.queueing import nothing
 from support.faults import Fault, Hold, inject
 from support.ranks import on_ranks, run_ranks
-from support.states import planned, read_metadata, save_now, schedule, small_state
+from support.states import names, planned, read_metadata, save_now, schedule, small_state
 from support.waiting import stands_in, wait_until
 
 # --- on one rank ----------------------------------------------------------------------------------
@@ -80,10 +80,7 @@ def test_a_group_of_one_rank_does_not_communicate(tmp_path: Path) -> None:
 
 @on_ranks("queueing:in_order")
 def test_requests_of_all_kinds_are_finalised_in_order(found: list[None]) -> None:
-    """Requests of all kinds go through one queue, and their own indices come back.
-
-    Own saves, ``torch.save`` on one rank, nothing at all, and a save that one rank has no part in.
-    """
+    """Own saves, ``torch.save`` or a part on one rank, nothing at all; by their own indices."""
     assert found == [None, None]
 
 
@@ -126,10 +123,7 @@ def test_a_finalize_function_that_raises_stops_those_after_it_and_no_later_reque
 
 @on_ranks("queueing:not_in_time")
 def test_a_rank_that_is_not_in_time_is_late_for_all(found: list[str]) -> None:
-    """``wait`` with a timeout raises on every rank if any rank's part is not done.
-
-    It finalises nothing; a later wait does.
-    """
+    """``wait`` with a timeout raises on every rank and finalises nothing; a later wait does."""
     for here, said in enumerate(found):
         assert f"after 0.2 s with {here} of 1 request unfinished on this rank" in said
 
@@ -199,10 +193,7 @@ def test_a_request_can_be_executed_without_a_queue() -> None:
 def test_a_path_among_the_import_paths_ends_no_request(
     tmp_path: Path, queue: AsyncCallsQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python ignores what is not a string there; so do saves that need modules, and callables.
-
-    Nor does a string whose class the background processes do not have.
-    """
+    """Python ignores a path there, or a string of a class of its own; so do saves and callables."""
     text = type("Text", (str,), {})
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, text(tmp_path)])
     schedule(queue, tmp_path / "plain", small_state(1))
@@ -300,10 +291,7 @@ def test_one_python_worker_serves_all_calls_and_survives_their_errors(tmp_path: 
 
 
 def test_a_temporal_queue_gives_every_call_a_process(tmp_path: Path) -> None:
-    """Calls that are scheduled together run in processes of their own.
-
-    One that is done is finalised while the other one still runs.
-    """
+    """Scheduled together, each runs by itself; one is finalised while the other still runs."""
     os.mkfifo(tmp_path / "fifo")
     with AsyncCallsQueue(persistent=False) as queue:
         quick = AsyncRequest(calls.note_pid, [str(tmp_path / "quick")], [])
@@ -346,10 +334,7 @@ def test_a_caller_can_be_driven_without_a_queue(
 
 
 def test_nothing_is_finalised_before_it_is_written(tmp_path: Path) -> None:
-    """While the writer stands still a poll returns nothing, and a wait with a timeout raises.
-
-    There is no metadata until the writer goes on and the save is finalised.
-    """
+    """Until the writer goes on, polls return nothing, waits raise, and there is no metadata."""
     with AsyncCallsQueue() as queue, Hold() as hold:
         with inject(hold.fault):
             index = schedule(queue, tmp_path, small_state(1))
@@ -381,10 +366,7 @@ def test_leaving_the_block_finalises_what_is_scheduled(tmp_path: Path) -> None:
 
 
 def test_an_error_in_the_block_is_the_one_that_is_raised(tmp_path: Path) -> None:
-    """No failed save hides the body's own exception; a note says what is lost.
-
-    Nor does what is finalised behind it.
-    """
+    """No failed save, nor what is finalised behind it, hides it; a note says what is lost."""
     finalized: list[str] = []
     queue = AsyncCallsQueue()
     with inject(Fault.errno("chunk", errno.ENOSPC)):
@@ -469,9 +451,7 @@ def test_an_error_in_the_block_is_not_held_up_by_storage_that_is(
     queue = AsyncCallsQueue()
     with Hold("chunk") as hold:
         schedule(queue, tmp_path / "written", small_state(1))
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "stuck", small_state(2))
-        hold.wait_reached()
+        hold.stop(schedule, queue, tmp_path / "stuck", small_state(2))
         wait([queue._caller._calls[0].outcome])
         began = time.monotonic()
         with pytest.raises(error, match="mine") as raised, queue:
@@ -500,17 +480,12 @@ def test_full_storage_is_said_in_one_line(tmp_path: Path) -> None:
 
 
 def test_saves_to_one_place_do_not_share_files(tmp_path: Path) -> None:
-    """Two saves to one directory may be in progress together; each commits its own checkpoint.
-
-    While the other is being written, fails or is given up. What the last one replaces is removed.
-    """
+    """Each commits its own while others are written, fail or are given up; older files go."""
     with AsyncCallsQueue() as queue, AsyncCallsQueue() as other, Hold("chunk") as hold:
         schedule(queue, tmp_path, small_state(1))
         with inject(Fault.errno("chunk", errno.ENOSPC)):
             schedule(queue, tmp_path, small_state(2))
-        with inject(hold.fault):
-            schedule(queue, tmp_path, small_state(3))
-        hold.wait_reached()
+        hold.stop(schedule, queue, tmp_path, small_state(3))
         schedule(other, tmp_path, small_state(4))
         with pytest.raises(CheckpointException, match="No space left"):
             queue.poll()
@@ -548,14 +523,9 @@ def test_an_aborted_save_is_never_finalised(tmp_path: Path) -> None:
 
 
 def test_a_late_answer_is_not_taken_for_another_saves(tmp_path: Path) -> None:
-    """An aborted save that was written nevertheless is not committed.
-
-    The next one, of another structure and to another place, gets the answer that is its own.
-    """
+    """No aborted save is committed; the next one, of another structure, gets its own answer."""
     with AsyncCallsQueue() as queue, Hold("report") as hold, ThreadPoolExecutor(1) as pool:
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "aborted", small_state(1))
-        hold.wait_reached()
+        hold.stop(schedule, queue, tmp_path / "aborted", small_state(1))
         abort = pool.submit(queue.close, abort=True)
         hold.release()
         abort.result()
@@ -573,19 +543,14 @@ def test_a_late_answer_is_not_taken_for_another_saves(tmp_path: Path) -> None:
 def test_a_wait_that_another_thread_aborts_says_so(
     timeout: float | None, on_error: Literal["raise", "warn"], tmp_path: Path
 ) -> None:
-    """The thread that waits gets an error of its own kind.
-
-    What was scheduled after the abort had begun is finalised, and nothing else.
-    """
+    """By an error of its own kind; only what is scheduled after the abort began is finalised."""
     queue = AsyncCallsQueue(on_error=on_error)
 
     def waits(thread: threading.Thread) -> bool:
         return stands_in(thread, AsyncCallsQueue.wait) and stands_in(thread, is_done)
 
     with Hold("report") as hold, ThreadPoolExecutor(2) as pool:
-        with inject(hold.fault):
-            schedule(queue, tmp_path / "aborted", small_state(1))
-        hold.wait_reached()
+        hold.stop(schedule, queue, tmp_path / "aborted", small_state(1))
         waiting = pool.submit(queue.wait, timeout)
         wait_until(lambda: any(map(waits, threading.enumerate())))
         aborting = pool.submit(abort_all)
@@ -683,10 +648,7 @@ def test_what_cannot_be_metadata_is_not_read(
 
 
 def test_an_overwritten_checkpoint_is_read_anew(reader: CachedMetadataFileSystemReader) -> None:
-    """Another structure, the same again, and metadata of equal size and time are all noticed.
-
-    The checkpoint loads with this reader after each.
-    """
+    """Another structure, the same again, and equal size and time are noticed; each one loads."""
     path = Path(reader.path)
     before = reader.read_metadata()
     stamp = (path / ".metadata").stat().st_mtime_ns

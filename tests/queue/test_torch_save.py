@@ -31,15 +31,13 @@ from nostall.errors import (
 )
 from nostall.torch_ckpt import TorchAsyncCheckpoint
 from programs.entry_points import differing, spoil
-from programs.queueing import names
 from support.crashes import RecordingOs
 from support.faults import Fault, Hold, inject
-from support.states import blobs, schedule, small_state
-from support.waiting import HangingOs, stands_in, wait_until
+from support.states import blobs, names, schedule, small_state
+from support.waiting import AwayOs, HangingOs, stands_in, wait_until
 
 
 def archive(value: Any, **options: Any) -> bytes:
-    """The bytes that ``torch.save`` writes."""
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
     return buffer.getvalue()
@@ -146,17 +144,9 @@ def test_a_file_can_have_the_old_format(tmp_path: Path) -> None:
     assert path.read_bytes()[:2] == b"\x80\x02"  # a pickle, not an archive
 
 
-class LateOs(RecordingOs):
-    """A system that renames and then reports an error, as a server whose answer is lost."""
-
-    def replace(self, source: str, target: str) -> None:
-        super().replace(source, target)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
 def test_a_file_that_got_its_name_is_saved_whatever_storage_answers(tmp_path: Path) -> None:
-    """An error after the rename is not reported as a failed save whose file is there."""
-    with patch.object(posix, "os", LateOs()):
+    """An error after the rename, as if its answer were lost, is no failed save."""
+    with patch.object(posix, "os", AwayOs("replace", code=errno.EIO, is_done=True)):
         save_file(tmp_path / "state.pt")
     assert (tmp_path / "state.pt").read_bytes() == archive(small_state(1))
     assert names(tmp_path) == ["state.pt"]
@@ -168,9 +158,7 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
     checkpoint = TorchAsyncCheckpoint(persistent_queue=False)
     for earlier, number in ((None, 1), (archive(small_state(1)), 2)):
         with Hold("fsync") as hold:
-            with inject(hold.fault):
-                checkpoint.async_save(small_state(number), f=str(path))
-            hold.wait_reached()
+            hold.stop(checkpoint.async_save, small_state(number), f=str(path))
             checkpoint.finalize_async_save()
             assert (path.read_bytes() if path.exists() else None) == earlier
             hold.release()
@@ -183,10 +171,7 @@ def test_a_file_appears_only_when_it_is_complete(tmp_path: Path) -> None:
 def test_a_failed_file_leaves_the_earlier_one(
     checkpoint: TorchAsyncCheckpoint, tmp_path: Path
 ) -> None:
-    """A full device is an error that names the file; the earlier file stays.
-
-    The next save works.
-    """
+    """A full device is an error that names the file; the next save works."""
     path = tmp_path / "state.pt"
     checkpoint.async_save(small_state(1), path)
     checkpoint.finalize_async_save(blocking=True)
@@ -243,10 +228,7 @@ class _Countdown:
 def test_a_file_ends_where_its_archive_ends(
     checkpoint: TorchAsyncCheckpoint, tmp_path: Path
 ) -> None:
-    """An object that is pickled longer or shorter each time leaves no older bytes in the file.
-
-    Nothing of what was in memory before is in it, and what does not fit is an error that says why.
-    """
+    """No older bytes of file or memory are in it; what does not fit is an error that says why."""
     path = tmp_path / "state.pt"
     checkpoint.async_save({"x": b"earlier" * 10_000}, path)
     checkpoint.async_save({"x": _Countdown(30_000, by=10_000)}, path)
@@ -312,24 +294,11 @@ def placing() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "nostall-placing"]
 
 
-class _RefusingOs(RecordingOs):
-    """A system that makes the names in one directory not durable."""
-
-    def __init__(self, directory: Path) -> None:
-        super().__init__()
-        self._directory = directory
-
-    def fsync(self, fd: int) -> None:
-        if os.path.samefile(f"/proc/self/fd/{fd}", self._directory):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        super().fsync(fd)
-
-
 def test_a_file_that_may_not_last_says_so_by_its_type(
     checkpoint: TorchAsyncCheckpoint, tmp_path: Path
 ) -> None:
     """Where the device refuses to make its name durable, the new file is there."""
-    with patch.object(posix, "os", _RefusingOs(tmp_path)):
+    with patch.object(posix, "os", AwayOs("fsync", tmp_path.name, code=errno.EIO)):
         checkpoint.async_save(small_state(1), tmp_path / "state.pt")
         with pytest.raises(CheckpointException, match="may not survive") as raised:
             checkpoint.finalize_async_save(blocking=True)

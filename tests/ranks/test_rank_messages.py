@@ -10,10 +10,7 @@ from support.ranks import on_ranks, run_ranks
 
 @on_ranks("rank_messages:messages_of_all_lengths_arrive", ranks=3)
 def test_messages_of_all_lengths_arrive_in_two_collectives(found: list[Any]) -> None:
-    """Messages of all lengths arrive, from all ranks or from any one.
-
-    On three ranks with the second one in charge, and on two of them; empty, short, and a megabyte.
-    """
+    """From all ranks or one, with the second in charge, on two of them; empty to a megabyte."""
     once = dict.fromkeys(("gather", "broadcast", "scatter"), 1)
     for said in found:
         assert said["wrong"] == []
@@ -27,10 +24,7 @@ def test_ranks_whose_store_has_gone_still_save(found: list[Any]) -> None:
 
 
 def test_ranks_without_numpy_save(tmp_path: Path) -> None:
-    """torch's collectives of objects require NumPy; a split save, or its failure, does not.
-
-    One warning says that loading on several ranks does.
-    """
+    """Neither a split save nor its failure needs it; one warning says that loading does."""
     for said in run_ranks(2, "rank_messages:ranks_without_numpy_save", tmp_path):
         assert said["wrong"] == []
         assert said["failed ranks"] == [1]

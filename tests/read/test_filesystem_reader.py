@@ -27,18 +27,7 @@ from nostall._storage.port import Source, between
 from nostall.errors import DamagedCheckpointError, OptionError
 from programs.streams import Zlib
 from support.reads import counted, empty_like, error_of, flipped, load, read_through, same, save
-from support.states import read_metadata, save_stock_way, small_state
-
-
-@pytest.mark.parametrize("verify", ["none", "crc"])
-@pytest.mark.parametrize("who", ["nostall", "stock"])
-def test_tensors_and_objects_are_loaded_bit_by_bit(tmp_path: Path, who: str, verify: str) -> None:
-    """Small and large, read in regions and alone, with objects in between."""
-    state = {**small_state(), "large": torch.randn(700, 801), "large object": "x" * 400_000}
-    save(tmp_path, state, who)
-    loaded = empty_like(state)
-    load(loaded, tmp_path, verify=verify)
-    assert [name for name in state if not same(loaded[name], state[name])] == []
+from support.states import read_metadata, save_stock_way
 
 
 def test_of_a_slice_only_its_rows_are_read(tmp_path: Path) -> None:

@@ -27,14 +27,11 @@ T = TypeVar("T")
 READERS = [nostall.FileSystemReader, nostall.CachedMetadataFileSystemReader]
 
 
-def state() -> dict[str, Any]:
-    return {"model": {"weight": torch.arange(6.0)}, "epoch": 3}
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "checkpoint"
-    dcp.save(state(), storage_writer=nostall.FileSystemWriterAsync(path), no_dist=True)
+    state = {"model": {"weight": torch.arange(6.0)}, "epoch": 3}
+    dcp.save(state, storage_writer=nostall.FileSystemWriterAsync(path), no_dist=True)
     return path
 
 

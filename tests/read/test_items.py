@@ -311,10 +311,7 @@ def test_a_load_counts_as_a_change(tmp_path: Path, count: int, *, is_damaged: bo
 
 @SIZES
 def test_each_archive_has_its_own_checksum(tmp_path: Path, count: int) -> None:
-    """One without a checksum says nothing of others of the same form.
-
-    Zeros, as a page that was never written has them, are not taken for no checksum.
-    """
+    """One without says nothing of others; zeros, as of a lost page, are not taken for none."""
     save_stock_way(tmp_path, {name: torch.full((count,), float(ord(name))) for name in "abc"})
     a, b, c = (archive_of(tmp_path, name) for name in "abc")
     crc32 = a.content[a.values_end - a.begin + 4 :][:4]

@@ -530,10 +530,7 @@ def casts(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_load_says_once_how_many_tensors_are_cast(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At INFO, by whichever call, and as a warning if floats become integers.
-
-    Nothing is said if all dtypes are those that were saved.
-    """
+    """At INFO, by whichever call; as a warning if floats become integers."""
     saved = {"a": torch.ones(3), "b": part(SWAPPED), "c": torch.arange(3), "step": 1}
     save(tmp_path / "0", saved)
     half = {"a": torch.zeros(3).half(), "b": torch.zeros(8, 6).half(), "c": torch.zeros(3).long()}

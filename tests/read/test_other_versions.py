@@ -89,10 +89,7 @@ FSSPEC = "torch.distributed.checkpoint._fsspec_filesystem"
 def of_torch_2_2(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """A checkpoint of stock, with the metadata that torch 2.0 to 2.2 would have written.
-
-    Its two writers had each a class of its own for places in files.
-    """
+    """A checkpoint as torch 2.0 to 2.2 wrote it; each of its two writers had a class for places."""
     path = tmp_path / "old"
     dcp.save(make.state(), storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     metadata = pickle.loads((path / ".metadata").read_bytes())

@@ -11,6 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,6 +26,7 @@ from nostall.errors import OptionError, ReadError
 from nostall.prefetching import _Brought, _pieces, main, running, stop_prefetching
 
 MIB = 1 << 20
+OF_ALL: dict[str, Any] = {"rank": 0, "world_size": 1, "most_nbytes": 1 << 40, "options": "{}"}
 PROGRAM = """
 import sys, nostall
 nostall.prefetch(sys.argv[1])
@@ -73,15 +75,7 @@ def test_a_load_ends_it_and_reads_the_rest(root: Path) -> None:
 
 def test_nothing_is_read_for_a_process_that_has_ended(root: Path) -> None:
     """Whoever began it is no longer the parent."""
-    main(
-        path=str(root),
-        rank=0,
-        world_size=1,
-        most_nbytes=1 << 40,
-        parent=os.getpid(),
-        memory=[],
-        options="{}",
-    )
+    main(path=str(root), parent=os.getpid(), memory=[], **OF_ALL)
     assert cached_share([next((root / "step-2").glob("*.distcp"))]) == 0
 
 
@@ -118,15 +112,7 @@ def test_a_piece_that_is_not_whole_is_not_used(root: Path, lost_nbytes: int) -> 
     memory, log = (memory_descriptor(name) for name in ("memory", "log"))
     really = os.pwrite
     with patch("os.pwrite", lambda *each: really(*each) - lost_nbytes):
-        main(
-            path=str(root),
-            rank=0,
-            world_size=1,
-            most_nbytes=1 << 40,
-            parent=os.getppid(),
-            memory=[memory, log],
-            options="{}",
-        )
+        main(path=str(root), parent=os.getppid(), memory=[memory, log], **OF_ALL)
     assert bool(os.fstat(log).st_size) is not bool(lost_nbytes)
     for fd in (memory, log):
         os.close(fd)

@@ -217,11 +217,7 @@ def test_any_sharding_is_loaded_in_any_other(
     transposed: bool,  # noqa: FBT001  # hypothesis passes it by name
     limits: tuple[int, int],
 ) -> None:
-    """From one to four ranks to one to four: what each rank gets is its part of the whole tensor.
-
-    Plain tensors get the whole. Small tensors are read as such, or as large ones, in one piece or
-    many.
-    """
+    """By one to four ranks, and in plain tensors: as small or large reads, in one piece or many."""
     path = tmp_path_factory.mktemp("sharded")
     (saving, loading) = (
         {name: data.draw(shardings(each.shape, count)) for name, each in whole.items()}

@@ -251,10 +251,7 @@ def test_another_groups_commit_is_not_taken_for_the_own(found: list[Any]) -> Non
     "early:late_on_one_rank",
 )
 def test_a_save_is_whole_whatever_one_rank_does(found: list[Any]) -> None:
-    """It has no store, gives up before others or what they finalised, waits, or is late.
-
-    Or it finds its name taken, for which polls do not wait.
-    """
+    """No store, giving up before others or what they finalised, waiting, late, or a taken name."""
     assert found == [{"whole": True}] * 2
 
 
@@ -266,10 +263,7 @@ def test_of_two_saves_to_a_directory_the_later_one_wins(found: list[Any]) -> Non
 
 @on_ranks("early:counted_differently_in_flight")
 def test_records_of_different_saves_are_not_mixed(found: list[Any]) -> None:
-    """Where ranks count differently, and more than one save is in flight.
-
-    They plan together then, so that the saves after that are committed early again.
-    """
+    """Ranks that count differently plan together, so later saves are committed early again."""
     for each in found:
         assert each["values"] == [[WARM] * 2, [WARM + 1] * 2]
         assert each["whole"] == [True] * (WARM + 6)
@@ -297,10 +291,7 @@ def test_failed_saves_leave_no_keys(found: list[Any]) -> None:
     )
 )
 def test_a_checkpoint_outlives_its_process_group(found: list[Any]) -> None:
-    """Which is destroyed before the save is finalised: no rank takes its files away.
-
-    Nothing keeps the store of a destroyed group; the job goes on with another one.
-    """
+    """Destroyed before the save is finalised: no rank removes files, nothing keeps its store."""
     for each in found:
         assert each["whole"] in ([True], [True] * 3)
         assert each["store is gone"]

@@ -104,6 +104,20 @@ def test_writing_a_snapshot_twice_is_refused(tmp_path: Path) -> None:
         save_fn(*args)
 
 
+def test_a_second_snapshot_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    """The save whose snapshot was taken keeps its files, and is committed."""
+    with AsyncCallsQueue() as queue, Hold("fsync") as hold, inject(hold.fault):
+        _, request = planned(tmp_path, small_state())
+        queue.schedule_async_request(request)
+        hold.wait_reached()  # the file exists
+        assert request.preload_fn is not None
+        with pytest.raises(StagingError, match="already taken"):
+            request.preload_fn()
+        hold.release()
+        queue.wait()
+    assert nostall.verify(tmp_path).ok
+
+
 @pytest.mark.usefixtures("given_up_soon")
 def test_an_aborted_write_through_a_users_stream_stops(tmp_path: Path) -> None:
     """A retry in the same directory is not overwritten later by the thread of the save before."""
@@ -189,10 +203,7 @@ def test_options_are_not_changed_under_a_save_that_is_being_written(tmp_path: Pa
 
 
 def test_a_writer_takes_no_second_save_before_the_first_is_finalised(tmp_path: Path) -> None:
-    """Else the first would be finalised with the second one's results, and never be committed.
-
-    What was never scheduled is an error when it is finalised; there is nothing to wait for.
-    """
+    """It would be finalised with the second one's results. One never scheduled fails as it ends."""
     writer, request = planned(tmp_path / "one", small_state(1))
     with AsyncCallsQueue() as queue:
         queue.schedule_async_request(request)
@@ -296,10 +307,7 @@ def test_options_take_numbers_of_numpys_and_0_and_1_as_stock_does(tmp_path: Path
 def test_a_relative_path_without_a_working_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says what is gone and what to do; an absolute path needs no working directory.
-
-    Nor does it need the client that Megatron asks for, wherever that is installed.
-    """
+    """With what to do; an absolute path needs neither it nor the client that Megatron asks for."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -315,14 +323,6 @@ def test_a_relative_path_without_a_working_directory_is_refused(
         assert "absolute" in str(caught.value.hint)
     save_now(tmp_path / "save", small_state(1), use_msc=True)
     assert blobs(tmp_path / "save") == blobs_by_stock(tmp_path / "stock", small_state(1))
-
-
-def test_a_file_where_the_directory_should_be_is_named(tmp_path: Path) -> None:
-    """Whether it is the checkpoint's own path or a parent."""
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file" / "below" / "it"):
-        with pytest.raises(CheckpointException, match=f"{tmp_path / 'file'} is a file"):
-            save_now(path, small_state())
 
 
 def test_an_option_set_after_the_role_counts(tmp_path: Path) -> None:

@@ -97,10 +97,7 @@ PLACES = [
 def test_an_interrupted_save_spoils_none_that_follows(
     saves: Saves, place: str, *, before: bool
 ) -> None:
-    """An interrupted save harms neither the next one of its structure nor one of another.
-
-    The former finds memory as the interrupted one has left it. Nothing is left of that save.
-    """
+    """None of its structure, which finds memory as it was left, or of another; nothing is left."""
     module, _, qualified = place.partition(":")
     *owner, name = qualified.split(".")
     target: Any = import_module(module)
@@ -127,8 +124,8 @@ def test_memory_that_is_being_written_is_not_shared(saves: Saves) -> None:
     leased = []
     submit = Engine.submit
 
-    def given_up(self: Engine, jobs: Any, lease: Any, **options: Any) -> Any:
-        answer = submit(self, jobs, lease, **options)
+    def given_up(self: Engine, job: Any, lease: Any, progress: Any, **options: Any) -> Any:
+        answer = submit(self, job, lease, progress, **options)
         lease.release()
         leased.append(len(arena._leased))
         return answer

@@ -106,11 +106,7 @@ def test_every_way_of_staging_writes_the_same_bytes(
     files: int,
     limit: int | None,
 ) -> None:
-    """A synchronous save, a blocking one and an overlapped one, first and repeated: stock's.
-
-    Wherever a chunk ends: in a payload, in what surrounds it, or in an object. With any limit on
-    memory, too, for which asynchronous saves go in waves.
-    """
+    """Wherever a chunk ends, first and repeated, with any limit on memory, by waves: stock's."""
     out = tmp_path_factory.mktemp("ways")
     chunks: dict[str, Any] = {"chunk_nbytes": chunk_pages * PAGE, "io_threads": threads}
     nostall.configure(EngineOptions(max_staging_bytes=limit, **chunks))
@@ -145,10 +141,7 @@ def test_a_failure_leaves_no_file_and_no_memory_in_use(tmp_path: Path, point: st
 def test_snapshots_after_a_ring_are_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, preparations: int
 ) -> None:
-    """One block serves both, though a snapshot expects in it what surrounds the payloads.
-
-    With room for another one, the ring leaves the block as it was prepared.
-    """
+    """Though a snapshot expects what surrounds payloads; with room, a ring leaves its block."""
     prepared: list[object] = []
 
     def lay_down_containers(layout: Layout, block: Block) -> None:

@@ -222,10 +222,7 @@ NO_DATA: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 @pytest.mark.parametrize("kind", NO_DATA)
 def test_a_tensor_without_data_is_refused(tmp_path: Path, kind: str) -> None:
-    """It fails the save with its name and the reason; no byte past a resized storage is read.
-
-    FSDP frees the memory of parameters and leaves the tensors. Large ones go through a ring.
-    """
+    """By name; FSDP frees the memory of parameters. No byte past a resized storage is read."""
     nostall.configure(EngineOptions(chunk_nbytes=4096, io_threads=2))
     make, reason = NO_DATA[kind]
     for way, save in WAYS.items():

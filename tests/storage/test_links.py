@@ -110,10 +110,7 @@ def test_what_a_name_leads_to_is_never_written_into(
 def test_a_relative_path_is_what_it_was_when_the_writer_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[..., None]
 ) -> None:
-    """A trainer that changes its directory saves where it says, and touches nothing elsewhere.
-
-    Nothing where it was before, though its writer process is still there.
-    """
+    """Although the trainer changes its directory, and the writer process has an earlier one."""
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
     monkeypatch.chdir(tmp_path / "one")

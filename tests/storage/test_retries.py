@@ -80,10 +80,7 @@ def test_a_save_through_a_ring_is_tried_again_from_its_first_chunk(tmp_path: Pat
 def test_a_job_can_go_on_without_a_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With ``on_error="warn"`` failures are logged and counted; later saves are right.
-
-    Failed saves, and finalize functions that fail.
-    """
+    """``on_error="warn"`` logs and counts failed saves and functions; later saves are right."""
 
     def fail() -> None:
         raise LookupError("nobody to tell")

@@ -189,10 +189,7 @@ def test_the_store_gets_the_checksum_of_each_part(s3: S3Server, bucket: str, nby
 
 
 def test_no_file_has_the_name_of_another(s3: S3Server, bucket: str) -> None:
-    """A short file takes one request.
-
-    A request that arrives late meets no file of a later save.
-    """
+    """A late request meets no file of a later save; a short file takes one request."""
     names = []
     for number, step in enumerate((1, 1, 2)):
         url = f"s3://{bucket}/run/step-{step}"
@@ -233,10 +230,7 @@ def test_a_bucket_that_does_not_exist_is_no_empty_directory(
 @pytest.mark.usefixtures("s3")
 @pytest.mark.parametrize("nbytes", [4 << 10, 32 << 20])
 def test_a_save_to_a_bucket_that_does_not_exist_says_so(nbytes: int) -> None:
-    """A short file is one request, a long one an upload; neither is synced.
-
-    The next step is to look at the address.
-    """
+    """In one request, or in an upload, for a long file; the next step is to look at the address."""
     state = {"weight": torch.zeros(nbytes, dtype=torch.uint8)}
     with pytest.raises(CheckpointException) as raised:
         dcp.save(state, storage_writer=FileSystemWriterAsync("s3://there-is-none/run"))

@@ -134,10 +134,7 @@ def _sets_direct(_: int, command: int, flags: int = 0) -> bool:
 def test_a_file_system_that_refuses_direct_io_gets_the_same_files(
     tmp_path: Path, module: Any, name: str, is_refused: Callable[..., bool], chunk_nbytes: int
 ) -> None:
-    """A file for which direct writes are refused goes through the page cache, the same to the byte.
-
-    Refused with EINVAL: the flag, or a write, by one thread or several at once.
-    """
+    """Refused with EINVAL: the flag, or a write, by one thread or several at once."""
     nostall.configure(EngineOptions(chunk_nbytes=chunk_nbytes))
     save_now(tmp_path / "direct", odd_state(), thread_count=2)
     with refusing(module, name, is_refused) as refused:
@@ -259,10 +256,7 @@ def umask() -> Iterator[None]:
 def test_files_get_the_permissions_that_the_umask_leaves(
     tmp_path: Path, way: Callable[..., None], options: dict[str, Any]
 ) -> None:
-    """Shard files and metadata are as readable as the user's other files, in every way.
-
-    A stream needs no descriptor: one that can be written, flushed and closed is enough.
-    """
+    """In every way; a stream that can be written, flushed and closed is enough."""
     way(tmp_path / "saved", odd_state(), **options)
     modes = {
         file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "saved").iterdir()
@@ -278,11 +272,7 @@ def test_files_get_the_permissions_that_the_umask_leaves(
 def test_a_users_own_open_is_called_for_every_shard_file(
     tmp_path: Path, way: Callable[..., None]
 ) -> None:
-    """An importable ``open_file`` opens all files, and what it stores is what stock stores.
-
-    In one process, the writer process unless the save is synchronous: ``is_multiproc_io``, an
-    option of other writers, changes nothing.
-    """
+    """In one process, ``is_multiproc_io`` or not: the writer's, unless the save is synchronous."""
     options: dict[str, Any] = {"thread_count": 3, "is_multiproc_io": True}
     way(tmp_path / "saved", odd_state(), open_file=open_and_sign, **options)
     assert blobs(tmp_path / "saved") == blobs_by_stock(tmp_path / "stock", odd_state())
@@ -361,10 +351,7 @@ def test_an_error_of_the_users_storage_is_a_write_error(
 def test_stream_extensions_are_undone_by_readers_that_know_them(
     tmp_path: Path, way: Callable[..., None], extension: StreamTransformExtension
 ) -> None:
-    """Compressed items are loaded from several files by stock DCP: the metadata tells it how.
-
-    nostall's reader knows the extension that stock knows.
-    """
+    """By stock's, as the metadata says how; by nostall's if stock has the extension itself."""
     path, state, registry = tmp_path / "saved", odd_state(3), ExtensionRegistry()
     way(path, state, thread_count=3, _extensions=[extension])
     infos = read_metadata(path).storage_data.values()
@@ -446,7 +433,15 @@ def test_a_save_that_is_cancelled_in_mid_write_leaves_no_file(tmp_path: Path) ->
             direct=True,
             faults=pickle.dumps((Planned({**hold.fault.plain, "after": 7}),)),
         )
-        performing = pool.submit(perform, job, {each.name: memory for each in files}, (), cancelled)
+        images, told = {each.name: memory for each in files}, list[object]()
+        performing = pool.submit(
+            perform,
+            job,
+            images,
+            cancelled=cancelled,
+            on_progress=told.append,
+            on_created=told.append,
+        )
         hold.wait_reached()
         assert sorted(os.listdir(tmp_path)) == ["first.distcp", "second.distcp"]
         assert (tmp_path / "first.distcp").stat().st_size == nbytes

@@ -23,6 +23,7 @@ from torch.distributed import checkpoint as dcp
 import nostall
 from benchmarks.machine import bring_in, cached_pages, cached_share, drop
 from nostall import filesystem_reader
+from nostall._ranks.group import Coordination
 from nostall._storage import uncached
 from nostall._storage.uncached import UncachedFiles, UncachedSource, is_cached
 from nostall.errors import ReadError
@@ -105,10 +106,7 @@ def _descriptors_of(path: Path) -> int:
 def test_each_piece_is_read_where_most_of_it_is(
     file: Path, past_cache: list[tuple[int, int]], cached: list[tuple[int, int]]
 ) -> None:
-    """Heads of tensors, which were read before, do not count for what is behind them.
-
-    What is read past the page cache is not in it afterwards.
-    """
+    """Heads that were read before do not count for what is behind them; nothing is cached by it."""
     expected = _expected(file)
     drop([file])
     bring_some_in(file, cached)
@@ -416,6 +414,8 @@ def test_ranks_that_may_read_the_same_share_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first of eight ranks on a host to need a file reads it from storage for all."""
-    monkeypatch.setattr(filesystem_reader, "_place_of_this_rank", lambda: (0, 8))
+    ranks = Coordination()
+    ranks.world_size = 8
+    monkeypatch.setattr(filesystem_reader, "coordination_for", lambda _: ranks)
     _, after = _load_cold(tmp_path)
     assert after > 0.9

@@ -20,8 +20,6 @@ from support.crashes import Disk, Operation
 
 @dataclass(frozen=True)
 class Recording:
-    """One save of two ranks."""
-
     disk: bytes
     """The disk before the save, pickled."""
     ranks: tuple[list[Operation], list[Operation]]

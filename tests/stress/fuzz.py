@@ -38,6 +38,7 @@ BATCH = 10_000
 DEADLINE_S = 10.0
 """For one input, by the clock, on a busy machine; the slowest one is reported."""
 _SLOT_NBYTES = 8
+_IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 Targets = Mapping[str, fuzz_targets.Target]
 
@@ -55,15 +56,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Some inputs of one target."""
-
     name: str
     seed: int
     begin: int
     end: int
 
     def content(self, target: fuzz_targets.Target, number: int) -> bytes:
-        """One input."""
         return target.make(random.Random(f"{self.seed}/{self.name}/{number}"))
 
 
@@ -94,20 +92,12 @@ def _serve(
             "finding": None if finding is None else asdict(finding),
             "number": number,
         }
-        _write_all(tell, json.dumps(told).encode())
+        with open(tell, "w", encoding="ascii") as stream:
+            json.dump(told, stream)
     except BaseException:  # the fuzzer's own; seen as a child that died
         traceback.print_exc()
     finally:
         os._exit(0)
-
-
-def _write_all(fd: int, content: bytes) -> None:
-    while content:
-        content = content[os.write(fd, content) :]
-
-
-def _memory_directory() -> str | None:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else None
 
 
 # --- the driver -----------------------------------------------------------------------------------
@@ -126,7 +116,6 @@ class Driver:
     )
 
     def run(self, name: str, seed: int, inputs: int) -> Tally:
-        """Feed a target."""
         fuzz_targets.corpus()  # by this process, so that it is the same for all children
         fuzz_reads.checkpoints()
         tally, begin, started_s = Tally(), 0, time.monotonic()
@@ -146,20 +135,17 @@ class Driver:
         return number + 1
 
     def _in_child(self, batch: Batch) -> tuple[dict[str, Any], Finding | None, int]:
-        with tempfile.TemporaryDirectory(dir=_memory_directory()) as root:
-            return self._in_child_at(batch, root)
-
-    def _in_child_at(self, batch: Batch, root: str) -> tuple[dict[str, Any], Finding | None, int]:
         at = mmap.mmap(-1, _SLOT_NBYTES)
         at[:_SLOT_NBYTES] = batch.begin.to_bytes(_SLOT_NBYTES, "little")
         ours, theirs = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(ours)
-            _serve(self.makers[batch.name], batch, root, at, theirs)
-        os.close(theirs)
-        said, hung = self._listen(ours, at, pid)
-        _, status = os.waitpid(pid, 0)
+        with tempfile.TemporaryDirectory(dir=_IN_MEMORY) as root:
+            pid = os.fork()
+            if pid == 0:
+                os.close(ours)
+                _serve(self.makers[batch.name], batch, root, at, theirs)
+            os.close(theirs)
+            said, hung = self._listen(ours, at, pid)
+            _, status = os.waitpid(pid, 0)
         number = int.from_bytes(at[:_SLOT_NBYTES], "little")
         if hung:
             what = f"not done after {self.deadline_s} s"
@@ -191,13 +177,12 @@ class Driver:
         self.findings.mkdir(parents=True, exist_ok=True)
         path = self.findings / f"{batch.name}-{batch.seed}-{number}"
         header = {"target": batch.name, "seed": batch.seed, "number": number, **asdict(finding)}
-        with tempfile.TemporaryDirectory(dir=_memory_directory()) as root:
+        with tempfile.TemporaryDirectory(dir=_IN_MEMORY) as root:
             content = batch.content(self.makers[batch.name](root), number)
         path.write_bytes(json.dumps(header).encode() + b"\n" + content)
         return path
 
     def replay(self, path: Path) -> Finding | None:
-        """Run the input of a finding again."""
         header, content = path.read_bytes().split(b"\n", 1)
         name = json.loads(header)["target"]
         makers = {name: lambda root: _Fixed(self.makers[name](root), content)}
@@ -217,13 +202,7 @@ class _Fixed:
         return self._content
 
 
-SHARES = {
-    "metadata": 0.35,
-    "container": 0.03,
-    "manifest": 0.34,
-    "index": 0.25,
-    "reads": 0.03,
-}
+SHARES = {"metadata": 0.35, "container": 0.03, "manifest": 0.34, "index": 0.25, "reads": 0.03}
 """Shares of all inputs; a shard file takes several times as long as the others, a load more."""
 
 

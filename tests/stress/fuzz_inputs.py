@@ -64,7 +64,6 @@ def changed_bytes(content: bytes, chance: Chance, others: Sequence[bytes]) -> by
 
 @lru_cache(maxsize=64)
 def instructions(program: bytes) -> tuple[bytes, ...]:
-    """A pickle, cut into its instructions."""
     begins = [at for _, _, at in pickletools.genops(program) if at is not None]
     return tuple(program[i:j] for i, j in zip(begins, [*begins[1:], len(program)], strict=True))
 

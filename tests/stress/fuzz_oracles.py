@@ -28,15 +28,8 @@ GROWTH_PER_BYTE = 1000
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _EFFECTS = (
-    *(
-        "os.system",
-        "os.exec",
-        "os.fork",
-        "os.forkpty",
-        "os.posix_spawn",
-        "os.spawn",
-        "os.startfile",
-    ),
+    *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn"),
+    "os.startfile",
     *("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate"),
     *("os.chmod", "os.chown", "os.kill", "os.killpg", "os.putenv", "os.unsetenv", "os.utime"),
     *("os.setxattr", "os.removexattr", "os.chdir", "pty.spawn", "shutil", "subprocess.Popen"),

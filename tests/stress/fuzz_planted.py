@@ -27,28 +27,15 @@ from stress.fuzz_targets import Target
 PLANTED = "planted"
 
 
-def hang_in_python() -> None:
-    while True:
-        pass
-
-
 def connection() -> None:
     with socket.socket() as sock:
         sock.connect_ex(("127.0.0.1", 9))
 
 
-def changed_class() -> None:
-    MetadataIndex.planted = 1  # type: ignore[attr-defined]  # that is the point
-
-
-def undocumented_error() -> None:
-    raise KeyError("planted")
-
-
 BUGS: dict[str, tuple[Callable[[], object], str]] = {
     "crash": (lambda: signal.raise_signal(signal.SIGSEGV), "crash"),
     "silent end": (lambda: os._exit(0), "crash"),
-    "hang in Python": (hang_in_python, "hang"),
+    "hang in Python": (lambda: all(True for _ in iter(int, 1)), "hang"),
     "hang in C": (lambda: re.match("(a+)+$", "a" * 60 + "b"), "hang"),
     "reservation": (lambda: bytearray(8 << 30), "memory"),
     "growth": (lambda: bytearray(b"x") * (120 << 20), "memory"),
@@ -58,8 +45,8 @@ BUGS: dict[str, tuple[Callable[[], object], str]] = {
     "command": (lambda: os.system("true"), "side effect"),
     "process": (lambda: subprocess.run(["true"], check=False), "side effect"),
     "connection": (connection, "side effect"),
-    "changed class": (changed_class, "side effect"),
-    "undocumented error": (undocumented_error, "exception"),
+    "changed class": (lambda: setattr(MetadataIndex, "planted", 1), "side effect"),
+    "undocumented error": (lambda: os.environ["PLANTED"], "exception"),
 }
 """Planted bugs, each with the kind of finding that it has to be reported as."""
 

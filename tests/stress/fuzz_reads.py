@@ -23,6 +23,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from random import Random
 from traceback import StackSummary
@@ -67,14 +68,8 @@ _MOST_S = 1.0
 """Processor time for one load, beyond what it may need by the length of its input."""
 _S_PER_BYTE = 50e-6
 """The texts of errors of ``torch.load`` have all values of a storage."""
-_HOW: tuple[tuple[str, Verify], ...] = (
-    ("dcp.load", "none"),
-    ("dcp.load", "crc"),
-    ("nostall.load", "none"),
-    ("nostall.load", "crc"),
-    ("slices", "none"),
-    ("slices", "crc"),
-)
+_VERIFY: tuple[Verify, ...] = ("none", "crc")
+_HOW = tuple(product(("dcp.load", "nostall.load", "slices"), _VERIFY))
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
@@ -110,7 +105,6 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Metadata:
-        """Its metadata, anew."""
         loaded = pickle.loads(self.pickled)
         assert isinstance(loaded, Metadata)
         return loaded
@@ -233,15 +227,11 @@ def _exchanged(chance: Random, whole: Checkpoint, other: Checkpoint) -> Iterator
 
 
 _REBUILDS = [
-    ("torch._utils", name)
+    ("torch._utils", f"_rebuild_{name}")
     for name in (
-        *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
-        *("_rebuild_sparse_tensor", "_rebuild_meta_tensor_no_storage", "_rebuild_qtensor"),
-        *(
-            "_rebuild_nested_tensor",
-            "_rebuild_wrapper_subclass",
-            "_rebuild_device_tensor_from_numpy",
-        ),
+        *("tensor", "tensor_v2", "tensor_v3", "parameter", "sparse_tensor", "qtensor"),
+        *("meta_tensor_no_storage", "nested_tensor", "wrapper_subclass"),
+        "device_tensor_from_numpy",
     )
 ]
 _REBUILDS += [
@@ -369,11 +359,9 @@ class _Targets:
             self.state[name] = flat.as_strided(tensor.size(), tensor.contiguous().stride())
 
     def clear(self) -> None:
-        """Set every byte to that of the guards."""
         self._memory.fill_(_GUARD)
 
     def content(self) -> dict[str, bytes]:
-        """The bytes of each tensor."""
         return {name: bytes(self._bytes[i:j]) for name, (i, j) in self._places.items()}
 
     def require_guards(self) -> None:
@@ -451,7 +439,6 @@ class _Disk:
         self._changed = changed
 
     def content(self, name: str) -> bytes:
-        """The present content of a file."""
         return self._changed.get(name) or self._whole.get(name, b"")
 
     def load(self, how: int, targets: _Targets) -> object:

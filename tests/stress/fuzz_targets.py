@@ -141,19 +141,35 @@ def _memory(*texts: str | None) -> str:
     return next((text for text in texts if text is not None and "MemoryError" in text), "")
 
 
-def _with_manifest(pickled: bytes, files: list[WrittenFile]) -> bytes:
-    crc32 = checksum.crc32(pickled)
-    return b"".join(with_manifest([pickled], files, crc32=crc32, committed_at_s=0.0))
+def _with_manifest(pickled: bytes, index: IndexBytes | None = None) -> bytes:
+    facts: dict[str, Any] = {"crc32": checksum.crc32(pickled), "committed_at_s": 0.0}
+    return b"".join(with_manifest([pickled], corpus().files, index=index, **facts))
 
 
-class MetadataTarget:
-    """A ``.metadata`` file, through the reader and at times through verify and is_complete."""
+class _MetadataFile:
+    """A ``.metadata`` file, through ``read`` and at times through verify and is_complete."""
 
-    runs_pickles = True
+    runs_pickles = False
 
     def __init__(self, root: str) -> None:
         self._disk = _OnDisk(root)
         self._reader = nostall.CachedMetadataFileSystemReader(self._disk.path)
+
+    def prepare(self, content: bytes) -> None:
+        self._disk.write(".metadata", content)
+        self._reader.clear_metadata_cache()  # the file is the same one
+
+    def run(self, content: bytes) -> str:
+        return self._disk.verified() if zlib.crc32(content) % 8 == 0 else self.read(content)
+
+    def read(self, content: bytes) -> str:
+        raise NotImplementedError
+
+
+class MetadataTarget(_MetadataFile):
+    """Any file, through the reader."""
+
+    runs_pickles = True
 
     def make(self, chance: Random) -> bytes:
         pickles = corpus().pickles
@@ -165,15 +181,9 @@ class MetadataTarget:
                 program = pickle.dumps(changed_metadata(chance), chance.randrange(2, 6))
             case _:
                 program = changed_program(program, chance, pickles)
-        return _with_manifest(program, corpus().files) if chance.random() < 0.2 else program
+        return _with_manifest(program) if chance.random() < 0.2 else program
 
-    def prepare(self, content: bytes) -> None:
-        self._disk.write(".metadata", content)
-        self._reader.clear_metadata_cache()  # the file is the same one
-
-    def run(self, content: bytes) -> str:
-        if zlib.crc32(content) % 8 == 0:
-            return self._disk.verified()
+    def read(self, content: bytes) -> str:
         try:
             metadata = self._reader.read_metadata()
         except UntrustedMetadataError as error:
@@ -235,10 +245,7 @@ class ContainerTarget:
     def __init__(self, root: str) -> None:
         self._disk = _OnDisk(root)
         self._name, self._whole = next(iter(corpus().shards.items()))
-        self._metadata = (
-            corpus().pickles[0],
-            _with_manifest(corpus().pickles[0], corpus().files),
-        )
+        self._metadata = corpus().pickles[0], _with_manifest(corpus().pickles[0])
         self._extents = [
             extent for extent in extents_of(corpus().metadata, path="") if extent.file == self._name
         ]
@@ -310,17 +317,12 @@ def _records(content: bytes) -> list[int]:
     return [found.start() for found in re.finditer(b"PK(?:\1\2|\3\4|\5\6|\6\6)", content)]
 
 
-class ManifestTarget:
-    """A manifest behind good metadata, through its parser and at times through verify."""
-
-    runs_pickles = False
-
-    def __init__(self, root: str) -> None:
-        self._disk = _OnDisk(root)
+class ManifestTarget(_MetadataFile):
+    """A manifest behind good metadata, through its parser."""
 
     def make(self, chance: Random) -> bytes:
         pickled = corpus().pickles[chance.randrange(4)]
-        whole = _with_manifest(pickled, corpus().files)
+        whole = _with_manifest(pickled)
         if chance.random() < 0.3:
             behind = changed_bytes(whole[len(pickled) :], chance, (whole,))
             return pickled + behind
@@ -329,12 +331,7 @@ class ManifestTarget:
         footer = f"#nostall-manifest {len(line):012d} {zlib.crc32(line):08x}\n".encode()
         return pickled + b"\n" + line + footer
 
-    def prepare(self, content: bytes) -> None:
-        self._disk.write(".metadata", content)
-
-    def run(self, content: bytes) -> str:
-        if zlib.crc32(content) % 8 == 0:
-            return self._disk.verified()
+    def read(self, content: bytes) -> str:
         try:
             _, manifest = split(content, path="")
         except DamagedCheckpointError as error:
@@ -342,14 +339,8 @@ class ManifestTarget:
         return "split: accepted" if manifest is not None else "split: no manifest"
 
 
-class IndexTarget:
-    """An index of items with right checksums, through the reader and at times through verify."""
-
-    runs_pickles = False
-
-    def __init__(self, root: str) -> None:
-        self._disk = _OnDisk(root)
-        self._reader = nostall.CachedMetadataFileSystemReader(self._disk.path)
+class IndexTarget(_MetadataFile):
+    """An index of items with right checksums, through the reader."""
 
     def make(self, chance: Random) -> bytes:
         index = index_of(corpus().metadata)
@@ -371,23 +362,12 @@ class IndexTarget:
         return bytes(changed)
 
     def prepare(self, content: bytes) -> None:
-        pickled = corpus().pickles[1]
         crc32 = checksum.crc32(content)
         index = IndexBytes(body=content, body_crc32=crc32, properties=(), files=(), ends=())
         vars(index)["tables"] = b""  # they are in the content
-        pieces = with_manifest(
-            [pickled],
-            corpus().files,
-            crc32=checksum.crc32(pickled),
-            committed_at_s=0.0,
-            index=index,
-        )
-        self._disk.write(".metadata", b"".join(pieces))
-        self._reader.clear_metadata_cache()  # the file is the same one
+        super().prepare(_with_manifest(corpus().pickles[1], index))
 
-    def run(self, content: bytes) -> str:
-        if zlib.crc32(content) % 8 == 0:
-            return self._disk.verified()
+    def read(self, content: bytes) -> str:
         try:
             shared = self._reader.shared_metadata()
             metadata = self._reader.read_metadata()

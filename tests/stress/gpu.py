@@ -29,6 +29,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="nostall-gpu-", dir=given.directory) as scratch:
         run = Run(Path(scratch), given)
         run.check_all()
-        parts = [
-            part
-            for shape in given.shapes
-            for part in ((run.measure, shape), (run.measure_loads, shape))
-        ]
-        for number, (measure, shape) in enumerate(parts):
+        parts = [*product(given.shapes, (run.measure, run.measure_loads))]
+        for number, (shape, measure) in enumerate(parts):
             rest_s = given.seconds - (time.monotonic() - started)
             measure(shape, for_s=rest_s / (len(parts) - number))
         return run.finish(took_s=time.monotonic() - started)
@@ -111,8 +108,6 @@ def alone(device: str) -> Iterator[Group]:
 
 
 class Run:
-    """One run, and all that it has found."""
-
     def __init__(self, scratch: Path, given: argparse.Namespace) -> None:
         self.scratch, self.device, self.given = scratch, given.device, given
         self.module = torch.get_device_module(given.device)
@@ -168,12 +163,10 @@ class Run:
     # --- benchmark --------------------------------------------------------------------------------
 
     def contenders(self) -> list[Contender]:
-        quick = self.device == "cuda"
-        options = staging(shared=True, pinned=quick)  # as stock sets them
+        options = staging(shared=True, pinned=self.device == "cuda")  # as stock sets them
         stager = DcpAsyncSave("dcp.async_save pinned stager", staging=options)
         known = [each for each in all_contenders() if not each.name.startswith("dcp.async")]
-        everybody = [*known, stager]
-        return [each for each in everybody if each.available() is None]
+        return [each for each in (*known, stager) if each.available() is None]
 
     def measure(self, shape: str, *, for_s: float) -> None:
         """Each contender once to verify, then rounds in turns until time is over, at least one.
@@ -189,12 +182,8 @@ class Run:
         workload = self.workload(shape)
         limits = DeviceLimits(workload.nbytes, self.device)
         rows: dict[str, dict[str, Any]] = {}
-        found = {
-            "nbytes": workload.nbytes,
-            "tensors": len(workload.tensors),
-            "limits": limits.samples,
-            "contenders": rows,
-        }
+        found: dict[str, Any] = {"nbytes": workload.nbytes, "tensors": len(workload.tensors)}
+        found |= {"limits": limits.samples, "contenders": rows}
         self.found["benchmarks"][shape] = found
         contenders = self.contenders()
         for contender in contenders:
@@ -222,7 +211,18 @@ class Run:
             with self._part_of(contender.name, rows):
                 contender.close()
         _engine.reset()
-        self._say(shape, rows, limits)
+
+        def said(row: dict[str, Any]) -> str:
+            blocked, durable = (statistics.median(row[key]) for key in ("blocked_s", "durable_s"))
+            return (
+                f"blocked {blocked * 1e3:8.1f} ms {blocked / limits.copy_s:6.2f},"
+                f" durable {durable:7.3f} s {durable / limits.write_s:6.2f}"
+                f"{_said_of_training(row)}"
+            )
+
+        pinned = f"copy to pinned memory {limits.copy_s * 1e3:.1f} ms"
+        size = f"{limits.nbytes / 1e9:.2f} GB; {pinned}, raw write {limits.write_s:.3f} s"
+        _say(f"{shape}: {size}", rows, said)
 
     def _train(
         self,
@@ -253,11 +253,8 @@ class Run:
         workload = self.workload(shape)
         upload_s: list[float] = []
         rows: dict[str, dict[str, Any]] = {}
-        self.found["loads"][shape] = {
-            "nbytes": workload.nbytes,
-            "pinned_copy_s": upload_s,
-            "contenders": rows,
-        }
+        found = {"nbytes": workload.nbytes, "pinned_copy_s": upload_s, "contenders": rows}
+        self.found["loads"][shape] = found
         limits = DeviceLimits(workload.nbytes, self.device)
         with self.directory() as path:
             contenders = [each for each in load_contenders() if not each.available()]
@@ -281,7 +278,14 @@ class Run:
                             files = path / contender.write.__name__
                             row["load_s"].append(self._loaded_s(contender, workload, files))
                 self.store()
-        self._say_loads(shape, workload.nbytes, statistics.median(upload_s), rows)
+        copy_s = statistics.median(upload_s)
+
+        def said(row: dict[str, Any]) -> str:
+            took_s = statistics.median(row["load_s"])
+            return f"{took_s * 1e3:8.1f} ms {took_s / copy_s:6.2f}"
+
+        size = f"{workload.nbytes / 1e9:.2f} GB; copy from pinned memory {copy_s * 1e3:.1f} ms"
+        _say(f"loads of {shape}: {size}", rows, said)
 
     def _wrongly_loaded(
         self, contender: LoadContender, workload: Workload, path: Path
@@ -300,19 +304,6 @@ class Run:
         contender.load(dict(workload.state), path)
         self.module.synchronize()
         return time.perf_counter() - started
-
-    def _say_loads(
-        self, shape: str, nbytes: int, upload_s: float, rows: dict[str, dict[str, Any]]
-    ) -> None:
-        copied = f"copy from pinned memory {upload_s * 1e3:.1f} ms"
-        print(f"loads of {shape}: {nbytes / 1e9:.2f} GB; {copied}")
-        for name, row in rows.items():
-            if row["error"] is None:
-                took_s = statistics.median(row["load_s"])
-                verdict = "WRONG" if row["wrong"] else "same"
-                print(f"  {name:30} {took_s * 1e3:8.1f} ms {took_s / upload_s:6.2f}, {verdict}")
-            else:
-                print(f"  {name:30} {row['error']:.100}")
 
     def _prepare(
         self, contender: Contender, group: Group, workload: Workload, row: dict[str, Any]
@@ -366,25 +357,14 @@ class Run:
             loaded = contender.load(path / "save", workload.blank())
             return differences(workload.state, loaded)
 
-    def _say(self, shape: str, rows: dict[str, dict[str, Any]], limits: DeviceLimits) -> None:
-        gigabytes = limits.nbytes / 1e9
-        print(
-            f"{shape}: {gigabytes:.2f} GB; copy to pinned memory {limits.copy_s * 1e3:.1f} ms,"
-            f" raw write {limits.write_s:.3f} s"
-        )
-        for name, row in rows.items():
-            if row["error"] is None:
-                blocked, durable = (
-                    statistics.median(row[key]) for key in ("blocked_s", "durable_s")
-                )
-                verdict = "WRONG" if row["wrong"] else "same"
-                print(
-                    f"  {name:30} blocked {blocked * 1e3:8.1f} ms {blocked / limits.copy_s:6.2f},"
-                    f" durable {durable:7.3f} s {durable / limits.write_s:6.2f}, {verdict}"
-                    f"{_said_of_training(row)}"
-                )
-            else:
-                print(f"  {name:30} {row['error']:.100}")
+
+def _say(
+    title: str, rows: dict[str, dict[str, Any]], said: Callable[[dict[str, Any]], str]
+) -> None:
+    print(title)
+    for name, row in rows.items():
+        verdict = "WRONG" if row["wrong"] else "same"
+        print(f"  {name:30} {row['error'] or f'{verdict}: {said(row)}':.250}")
 
 
 class Steps:
@@ -428,10 +408,7 @@ class DeviceLimits:
 
     def __init__(self, nbytes: int, device: str) -> None:
         self.nbytes = nbytes
-        self.samples: dict[str, Any] = {
-            "pinned_copy_s": [],
-            "raw_write_s": {},
-        }
+        self.samples: dict[str, Any] = {"pinned_copy_s": [], "raw_write_s": {}}
         self._module = torch.get_device_module(device)
         self._on_device = torch.ones(nbytes, dtype=torch.uint8, device=device)
         self._pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=device == "cuda")
@@ -440,13 +417,11 @@ class DeviceLimits:
         self._writes = RawWrites(pages, nbytes)
 
     def measure(self, directory: Path) -> None:
-        self.samples["pinned_copy_s"].append(min(self._copied_s() for _ in range(3)))
+        copied_s = (self._took_s(self._pinned, self._on_device) for _ in range(3))
+        self.samples["pinned_copy_s"].append(min(copied_s))
         wrote = self._writes.measure(directory / "raw", lambda: sync(directory))
         for setting, seconds in wrote.items():
             self.samples["raw_write_s"].setdefault(setting, []).append(seconds)
-
-    def _copied_s(self) -> float:
-        return self._took_s(self._pinned, self._on_device)
 
     def uploaded_s(self) -> float:
         """Seconds of one copy of all bytes from pinned memory onto the device."""
@@ -461,7 +436,6 @@ class DeviceLimits:
 
     @property
     def copy_s(self) -> float:
-        """The median copy."""
         return float(statistics.median(self.samples["pinned_copy_s"]))
 
     @property
@@ -472,7 +446,6 @@ class DeviceLimits:
 
 
 def _ratios(rows: dict[str, dict[str, Any]], limits: DeviceLimits) -> dict[str, dict[str, float]]:
-    """Medians of every contender over the limits."""
     return {
         name: {
             "blocked / pinned copy": statistics.median(row["blocked_s"]) / limits.copy_s,

@@ -186,7 +186,6 @@ def check(steps: StepDirectories, committed: set[int], ever: set[int]) -> int:
 
 
 def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
-    """Kill so many times; what was counted."""
     steps, ever = StepDirectories(str(root)), set[int]()
     found = Campaign(kills, seed, root, train)
     for life in found.lives(

@@ -45,6 +45,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import nostall
+from programs.entry_points import differing
 from stress.matrix_cells import DEATHS, STORAGE, WAYS, Cell, all_cells, covering
 from stress.matrix_ranks import (
     RANKS,
@@ -52,7 +53,6 @@ from stress.matrix_ranks import (
     Stage,
     all_states,
     begin_anew,
-    differing,
     fail_and_go_on,
 )
 from support.faults import Hold
@@ -84,8 +84,6 @@ def require(condition: object, what: str) -> None:
 
 
 class Rank:
-    """A forked trainer."""
-
     def __init__(
         self, number: int, cell: Cell, root: Path, play: Callable[[Stage, int], None]
     ) -> None:
@@ -96,13 +94,8 @@ class Rank:
         if self.pid == 0:
             os.close(hear_fd)
             os.close(self._go_fd)
-            stage = Stage(
-                cell=cell,
-                path=root / "saved",
-                store=root / f"store of {play.__name__}",
-                tell_fd=tell_fd,
-                go_fd=go_fd,
-            )
+            store = root / f"store of {play.__name__}"
+            stage = Stage(cell, root / "saved", store, tell_fd, go_fd)
             _play(lambda: play(stage, number))
         os.close(tell_fd)
         os.close(go_fd)
@@ -126,7 +119,6 @@ class Rank:
         os.write(self._go_fd, b"1")
 
     def background(self) -> list[int]:
-        """Its background processes."""
         return [child.pid for child in psutil.Process(self.pid).children()]
 
     def end(self, *, kill: bool) -> None:
@@ -212,13 +204,12 @@ def seed_on_storage(path: Path) -> int | None:
     loaded = all_states(0)
     dcp.load(loaded, checkpoint_id=path, no_dist=True)
     for seed in (1, 2, 3):
-        if not list(differing(all_states(seed), loaded)):
+        if not differing(all_states(seed), loaded):
             return seed
     raise Violation("what claims to be a checkpoint is a mixture")
 
 
 def check_report(cell: Cell, rank: int, report: Report, path: Path) -> None:
-    """Whether a rank that lives got the right error."""
     text = report["text"]
     require(text != "it succeeded", f"rank {rank} was told that it succeeded")
     require(report["seconds"] < SOON_S, f"rank {rank} heard of it after {report['seconds']:.0f} s")
@@ -278,11 +269,7 @@ def running(cell: Cell, root: Path, play: Callable[[Stage, int], None]) -> Itera
 
 
 def run_cell(cell: Cell, root: Path) -> None:
-    """Let a save fail and look at everything.
-
-    Raises:
-        Violation: Something is not as it should be.
-    """
+    """Let a save fail and look at everything; what is wrong is a :class:`Violation`."""
     path = root / "saved"
     with contextlib.ExitStack() as stack:
         hold = hold_for(cell)
@@ -326,7 +313,6 @@ def run_cell(cell: Cell, root: Path) -> None:
 
 
 def check_next(ranks: list[Rank]) -> None:
-    """Whether the save after the failed one works, and leaves nothing in its processes."""
     for rank in ranks:
         report = rank.hear()
         require(report, f"the next save failed on rank {rank.number}")
@@ -364,20 +350,12 @@ def main() -> None:
                     check_processes()
         counts[cell.place] += 1
         counts["died" if cell.fault in DEATHS else "refused"] += 1
-    print(
-        json.dumps(
-            {
-                "cells": sum(counts[place] for place in ("writer", "trainer", "commit")),
-                **counts,
-                "violations": violations,
-                "seconds": round(time.monotonic() - began_s),
-                # Whatever is imported is tested, be it this checkout's or not: a result says of
-                # what it is.
-                "nostall": str(Path(nostall.__file__).parent),
-                "torch": torch.__version__,
-            }
-        )
-    )
+    cell_count = sum(counts[place] for place in ("writer", "trainer", "commit"))
+    # Whatever is imported is tested, be it this checkout's or not: a result says of what it is.
+    tested = {"nostall": str(Path(nostall.__file__).parent), "torch": torch.__version__}
+    seconds = round(time.monotonic() - began_s)
+    found = {"cells": cell_count, "seconds": seconds, **counts}
+    print(json.dumps({**found, **tested, "violations": violations}))
     sys.exit(bool(violations))
 
 

@@ -50,7 +50,6 @@ class Cell:
 
 
 def all_cells() -> list[Cell]:
-    """Every cell that is possible."""
     product = itertools.product(FAULTS, PLACES, (0, 1), (False, True), WAYS, SHAPES)
     return [cell for cell in itertools.starmap(Cell, product) if cell.is_possible]
 

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +33,7 @@ from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from stress.matrix_cells import Cell
 from support.faults import Fault, Hold, inject
+from support.processes import open_files
 from support.states import schedule
 from support.waiting import wait_until
 
@@ -42,10 +43,7 @@ SHORT_S = 3.0
 """The longest wait for a stopped process."""
 LOST_S = 6.0
 """Timeout of collectives when a trainer dies."""
-OPTIONS: dict[str, dict[str, Any]] = {
-    "1 file": {"thread_count": 1},
-    "4 files": {"thread_count": 4},
-}
+OPTIONS: dict[str, dict[str, Any]] = {"1 file": {"thread_count": 1}, "4 files": {"thread_count": 4}}
 
 _LEARNING = 4
 """After so many saves of a structure nothing is planned, and ranks commit through the store."""
@@ -58,17 +56,15 @@ Report = dict[str, Any]
 
 def state_of(rank: int, seed: int) -> State:
     """A rank's share: some tensors of 200 KB, a view, an object."""
+    values = {f"{n} of {rank}": float(100 * seed + 10 * rank + n) for n in range(6)}
     return {
-        **{
-            f"{n} of {rank}": torch.full((50_000,), float(100 * seed + 10 * rank + n))
-            for n in range(6)
-        },
+        **{name: torch.full((50_000,), value) for name, value in values.items()},
         f"view of {rank}": torch.arange(100)[seed : seed + 20],
         f"object of {rank}": {"seed": seed},
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Stage:
     """Where a rank plays its part."""
 
@@ -239,11 +235,7 @@ def _plain(error: BaseException) -> Report:
 def still_open(path: Path) -> list[str]:
     """Descriptors and mappings of nostall's that this process still has after a reset."""
     gc.collect()  # of what a failure's traceback holds
-    marks = ("nostall", str(path))
-    found = []
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
-            found.append(os.readlink(f"/proc/self/fd/{fd}"))
+    marks, found = ("nostall", str(path)), open_files(os.getpid())
     # Modules of a package that is called like that are no harm.
     found += [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
     return [name for name in found if any(mark in name for mark in marks) and "hold" not in name]
@@ -268,11 +260,3 @@ def obey_modes() -> None:
 def all_states(seed: int) -> State:
     """The content of a checkpoint of this seed."""
     return {key: value for rank in range(RANKS) for key, value in state_of(rank, seed).items()}
-
-
-def differing(one: State, other: State) -> Iterator[str]:
-    """Keys under which two states are not the same, bit for bit."""
-    for key, value in one.items():
-        equal = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: bool(a == b)
-        if not equal(value, other[key]):
-            yield key

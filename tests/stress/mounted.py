@@ -37,12 +37,8 @@ def why_not() -> str | None:
 class Mount:
     """A directory as another host sees it: a mount with its own caches, in its own process.
 
-    Args:
-        directory: What is mounted.
-        cache_s: How long the kernel believes what it was told of attributes, names, and names that
-            are not there.
-        o_direct: Whether files can be opened with ``O_DIRECT``.
-        **more: Other options of ``passthrough.py``.
+    For ``cache_s`` the kernel believes what it was told of attributes, names, and names that are
+    not there. Other options are those of ``passthrough.py``.
     """
 
     def __init__(

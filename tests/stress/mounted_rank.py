@@ -18,7 +18,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,17 +30,13 @@ from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
+from support.processes import descendants, open_files
 from support.states import begin_async, schedule
 from support.waiting import wait_until
 
 _FLOATS = 300_000
 _CLOSING_S = 10.0
-_LEFT_BEHIND = (
-    "nostall-storage",
-    "nostall-writer",
-    "nostall-io",
-)
-
+_LEFT_BEHIND = ("nostall-storage", "nostall-writer", "nostall-io")
 
 _KNOWN = CheckpointMetadataCache()
 """Cache for all saves whose structure is to be recognised."""
@@ -124,18 +119,8 @@ def _settle(mount: str) -> dict[str, Any]:
 
 
 def _held(mount: str) -> list[str]:
-    me = psutil.Process()
-    held = []
-    for process in (me, *me.children(recursive=True)):
-        folder = f"/proc/{process.pid}/fd"
-        for fd in os.listdir(folder) if os.path.exists(folder) else ():
-            try:
-                leads_to = os.readlink(f"{folder}/{fd}")
-            except OSError:
-                continue
-            if leads_to.startswith(mount):
-                held.append(f"{process.pid}: {leads_to}")
-    return held
+    pids = (os.getpid(), *descendants())
+    return [f"{pid}: {file}" for pid in pids for file in open_files(pid) if file.startswith(mount)]
 
 
 def main(rank: str, world_size: str, meeting: str, mount: str, options: str) -> None:

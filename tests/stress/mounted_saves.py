@@ -80,7 +80,7 @@ def _errors() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     yield "nothing", []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One save that something happens to."""
 
@@ -99,11 +99,7 @@ class Cell:
 
 
 def _cells(*, all_caches: bool) -> Iterator[Cell]:
-    """All of them; only the coordinator's host publishes.
-
-    Args:
-        all_caches: Also where caches make no difference: those take turns else.
-    """
+    """All cells, or caches in turns where they make no difference; only host 0 publishes."""
     numbers, turns = itertools.count(), itertools.cycle(CACHES_S)
     for (what, faults), host in itertools.product([*_errors(), *_hangs()], range(RANKS)):
         if host and (METADATA in what or what.startswith(("rename", "mkdir", "the metadata"))):
@@ -112,15 +108,7 @@ def _cells(*, all_caches: bool) -> Iterator[Cell]:
         for how, is_over in itertools.product(HOWS, (False, True)):
             every = all_caches or "done and answers EIO" in what or not faults
             for cache_s in CACHES_S if every else (next(turns),):
-                yield Cell(
-                    number=next(numbers),
-                    how=how,
-                    is_over=is_over,
-                    cache_s=cache_s,
-                    what=what,
-                    faults=faults,
-                    host=host,
-                )
+                yield Cell(next(numbers), how, is_over, cache_s, what, faults, host)
 
 
 class _StuckError(Exception):
@@ -164,9 +152,7 @@ class Rank:
 
     def _where(self) -> str:
         self._process.send_signal(signal.SIGUSR1)
-        with suppress(
-            subprocess.TimeoutExpired
-        ):  # it has ended, or has the time to say where it is
+        with suppress(subprocess.TimeoutExpired):  # it has ended, or time to say where it is
             self._process.wait(1.0)
         self._said.seek(0)
         return f"exit status {self._process.returncode}\n{self._said.read()[-8000:]}"
@@ -195,12 +181,8 @@ class Hosts:
 
     def start(self) -> None:
         meeting = Path(tempfile.mkdtemp(dir=self.root)) / "meeting"
-        options = {
-            "save_timeout_s": SAVE_TIMEOUT_S,
-            "io_threads": 2,
-            "chunk_nbytes": 256 << 10,
-            "write_retries": 2,
-        }
+        options = {"save_timeout_s": SAVE_TIMEOUT_S, "io_threads": 2, "write_retries": 2}
+        options["chunk_nbytes"] = 256 << 10
         for rank in range(RANKS):
             mount = Mount(self.backing, cache_s=self.cache_s, o_direct=self.o_direct)
             self.ranks.append(Rank(rank, meeting, mount, self.where, options))
@@ -233,9 +215,7 @@ class Hosts:
         deadline_s = time.monotonic() + GRACE_S
         while any(opened := [ask(rank.mount.control)["open"] for rank in self.ranks]):
             if time.monotonic() > deadline_s:
-                held += [
-                    f"host {host}: {name}" for host, open_ in enumerate(opened) for name in open_
-                ]
+                held += [f"host {host}: {each}" for host, each in enumerate(opened) if each]
                 break
             os.sched_yield()
         return held

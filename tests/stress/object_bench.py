@@ -54,7 +54,6 @@ NEEDS = {
 
 
 def writer_of(name: str, bucket: str, key: str) -> Any:
-    """A writer for one checkpoint."""
     address = f"s3://{bucket}/{key}"
     if name == "nostall":
         return nostall.FileSystemWriterAsync(address)
@@ -114,7 +113,6 @@ class Contender:
 
 
 def started(name: str, bucket: str, nbytes: int, on_end: Callable[..., object]) -> Contender:
-    """A writer's process, with its state."""
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", __file__, name, bucket, str(nbytes)],
         stdin=subprocess.PIPE,
@@ -143,7 +141,6 @@ def profile(bucket: str, endpoint: str) -> dict[str, Any]:
 
 
 def summary(samples: Sequence[float], *, digits: int) -> str:
-    """Median and extremes."""
     median, least, most = statistics.median(samples), min(samples), max(samples)
     return f"{median:.{digits}f} [{least:.{digits}f}, {most:.{digits}f}]"
 

@@ -24,8 +24,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 import nostall
 from nostall._storage.locations import storage_at
 from nostall.core import AsyncCallsQueue
@@ -42,6 +40,7 @@ from stress.soak import (
     require_promised,
     save_in,
     tensors,
+    told,
 )
 from support import emulators
 from support.faults import writer_pids
@@ -66,13 +65,9 @@ def train(address: str, rank: int, root: Path, store: Path, first: int, tell: in
     while True:
         place = f"{address}/{name_of(save)}"
         say(writers=writer_pids())
-        try:
+        with told(say, save):
             schedule(queue, place, tensors(rank, save, LENGTH), cache=cache)
             queue.wait(PATIENCE_S)
-        except CheckpointException as error:
-            say(failed=save, why=str(error)[-300:])
-        else:
-            say(committed=save)
         if rank == 0 and save % 2 == 0:
             nostall.remove_checkpoint(f"{address}/save-{save - 2 * KEPT}")
         save += 1
@@ -133,7 +128,6 @@ def remove_saves(address: str, upto: int) -> None:
 
 
 def names_at(place: str) -> list[str]:
-    """All names at a place."""
     return storage_at(place).list()
 
 
@@ -175,7 +169,6 @@ def save_once_more(root: Path, place: str) -> None:
 
 
 def soak(bucket: str, server: S3Server | None, kills: int, seed: int, root: Path) -> dict[str, Any]:
-    """Kill so many times; what was counted."""
     address = f"{bucket}/run"
     found = Campaign(kills, seed, root, partial(train, address))
     totals = found.totals

@@ -149,9 +149,7 @@ class Passthrough(mfusepy.Operations):  # type: ignore[misc]  # mfusepy has no t
 
     @faulty
     def getattr(self, path: str | None, fh: int | None = None) -> dict[str, Any]:
-        if (
-            path is None and fh is None
-        ):  # of a file without a name the library does not say which one
+        if path is None and fh is None:  # the library does not say which file without a name
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
         found = os.lstat(self._at(path)) if path is not None else os.fstat(fh or 0)
         attributes = {name: getattr(found, name) for name in _STAT}

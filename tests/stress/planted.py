@@ -9,7 +9,6 @@ run against an unchanged copy first, where all have to pass.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,10 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.processes import ended
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 900
@@ -64,7 +67,7 @@ DEFECTS = {
     ),
     "a payload in several chunks is not sealed": Defect(
         "_writer/files.py",
-        "        self._payloads.seal_ending_in(window, number)\n",
+        "        self._payloads.seal_ending_in(window, chunk)\n",
         "",
         ("tests/save/test_ring.py",),
     ),
@@ -116,7 +119,6 @@ def main(names: list[str]) -> int:
 
 
 def found(name: str, defect: Defect) -> bool:
-    """Whether a test finds a defect."""
     with TemporaryDirectory() as directory:
         copy_of_source(Path(directory))
         file = Path(directory) / "src" / "nostall" / defect.file
@@ -141,17 +143,9 @@ def run(directory: Path, tests: list[str] | tuple[str, ...], *options: str) -> t
     """Whether tests pass against the copy in a directory, and the first failure or the summary."""
     copy_of_source(directory)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", *options, *tests]
-    environment = {**os.environ, "PYTHONPATH": str(directory / "src")}
+    environment = {"PYTHONPATH": str(directory / "src")}
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
+        done = ended(*command, cwd=ROOT, timeout_s=TIMEOUT_S, check=False, environment=environment)
     except subprocess.TimeoutExpired:
         return False, "found by a test that does not end"
     failed = re.search(r"^(?:FAILED|ERROR) \S+", done.stdout, re.MULTILINE)

@@ -50,6 +50,7 @@ from nostall.core import AsyncCallsQueue
 from nostall.options import EngineOptions
 from nostall.state_dict_saver import CheckpointMetadataCache
 from support.faults import writer_pids
+from support.processes import command_of
 from support.states import schedule
 
 RANKS = 2
@@ -63,7 +64,6 @@ class Violation(AssertionError):
 
 
 def tensors(rank: int, save: int, length: int = LENGTH) -> dict[str, Any]:
-    """A rank's state at a save."""
     return {
         f"large{rank}": torch.full((length,), float(save * RANKS + rank)),
         f"small{rank}": torch.arange(7) + save,
@@ -92,6 +92,17 @@ def begin(rank: int, store: Path, tell: int, *, chunk_nbytes: int) -> Callable[.
     return say
 
 
+@contextmanager
+def told(say: Callable[..., None], save: int) -> Iterator[None]:
+    """A block that makes a save; the driver is told how it has ended."""
+    try:
+        yield
+    except CheckpointException as error:
+        say(failed=save, why=str(error)[-300:])
+    else:
+        say(committed=save)
+
+
 def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
     """Save for ever; tell of writers, every committed save, and every failed one."""
     say = begin(rank, store, tell, chunk_nbytes=64 << 10)
@@ -100,16 +111,12 @@ def train(rank: int, root: Path, store: Path, first: int, tell: int) -> None:
     while True:
         path = root / name_of(save)
         say(writers=writer_pids())
-        try:
+        with told(say, save):
             staging = "overlapped" if save % 3 == 0 else "blocking"
             state = tensors(rank, save)
             schedule(queue, path, state, cache=cache, staging=staging, thread_count=1 + save % 4)
             nostall.wait_staged()
             queue.wait(PATIENCE_S)
-        except CheckpointException as error:
-            say(failed=save, why=str(error)[-300:])
-        else:
-            say(committed=save)
         if rank == 0 and save % 2 == 0:
             nostall.remove_checkpoint(root / f"save-{save - 2 * KEPT}")
         save += 1
@@ -181,7 +188,7 @@ class Life:
                 os.kill(self.trainers[rank], signal.SIGKILL)
             else:
                 for pid in self.writers[rank]:
-                    if _is_writer(pid):
+                    if "nostall" in command_of(pid):
                         os.kill(pid, signal.SIGKILL)
                 self.wait_for(3)  # one that may be lost, and two that have to come after it
         return killed
@@ -192,9 +199,12 @@ class Life:
             piece = os.read(pipe, 1 << 16)
             if not piece:
                 raise Violation("a trainer has ended by itself")
-            *lines, self.buffers[pipe] = (self.buffers[pipe] + piece).split(b"\n")
-            for line in lines:
-                self._hear(json.loads(line))
+            self._hear_all(pipe, piece)
+
+    def _hear_all(self, pipe: int, piece: bytes) -> None:
+        *lines, self.buffers[pipe] = (self.buffers[pipe] + piece).split(b"\n")
+        for line in lines:
+            self._hear(json.loads(line))
 
     def _hear(self, told: dict[str, Any]) -> None:
         rank = told["rank"]
@@ -222,12 +232,10 @@ class Life:
             os.waitpid(pid, 0)
         for pipe in self.pipes:  # what was told before counts
             while piece := os.read(pipe, 1 << 16):
-                *lines, self.buffers[pipe] = (self.buffers[pipe] + piece).split(b"\n")
-                for line in lines:
-                    self._hear(json.loads(line))
+                self._hear_all(pipe, piece)
             os.close(pipe)
         deadline = time.monotonic() + PATIENCE_S
-        while left := [pid for pid in self.ever if _is_writer(pid)]:
+        while left := [pid for pid in self.ever if "nostall" in command_of(pid)]:
             if time.monotonic() > deadline:
                 raise Violation(f"writer processes {left} are left")
             psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], 0.05)
@@ -248,14 +256,6 @@ def _be_trainer(
         os.write(tell, (json.dumps({"died": why, "rank": rank}) + "\n").encode())
     finally:
         os._exit(1)
-
-
-def _is_writer(pid: int) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return process.status() != psutil.STATUS_ZOMBIE and "nostall" in " ".join(process.cmdline())
-    except psutil.Error:
-        return False
 
 
 def save_in(place: Path | str, reader: dcp.StorageReader, length: int = LENGTH) -> int:
@@ -353,7 +353,6 @@ class Campaign:
 
 
 def soak(kills: int, seed: int, root: Path) -> dict[str, Any]:
-    """Kill so many times; what was counted."""
     found = Campaign(kills, seed, root)
     for _ in found.lives("trainer", "writer", "writer", every_s=0.04):
         found.totals["checkpoints checked"] += check(root, found.committed, found.newest)

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
-import nostall
-from programs.recording import LENGTH, PLACES, WAYS, share_of
+from programs.entry_points import differing
+from programs.recording import PLACES, WAYS, share_of
 from stress.crashes_of_ranks import Recording, relative
-from support.crashes import rebuild
+from support.crashes import found_in, rebuild
 from support.ranks import run_ranks
 
 Outcomes = dict[tuple[int, int], set[int | None]]
@@ -33,24 +32,11 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded_from(path: Path) -> int:
     """Which save a resuming job finds in a directory."""
-    state: dict[str, Any] = {f"of rank {rank}": torch.zeros(LENGTH) for rank in range(2)}
-    state["epoch"] = -1
+    state: dict[str, Any] = share_of(0, -1) | share_of(1, -1)
     dcp.load(state, checkpoint_id=path, no_dist=True)
-    seed = state["epoch"]
-    assert isinstance(seed, int)
-    for rank in range(2):
-        name = f"of rank {rank}"
-        assert torch.equal(state[name], share_of(rank, seed)[name])
+    seed: int = state["epoch"]
+    assert differing(state, share_of(0, seed) | share_of(1, seed)) == []
     return seed
-
-
-def found_in(checkpoint: Path) -> int | None:
-    """The save that a resuming job finds in a directory; ``None`` if there is no checkpoint."""
-    if nostall.is_complete(checkpoint, deep=True):
-        return loaded_from(checkpoint)
-    # Not even stock, which checks nothing, may take it for a checkpoint.
-    assert not (checkpoint / ".metadata").exists()
-    return None
 
 
 def outcomes(recording: Recording, root: Path, out: Path) -> tuple[Outcomes, int]:
@@ -64,7 +50,7 @@ def outcomes(recording: Recording, root: Path, out: Path) -> tuple[Outcomes, int
                 key = relative(left, root)
                 if key not in known:
                     rebuild(left, root, out / "left")
-                    known[key] = found_in(out / "left" / "checkpoint")
+                    known[key] = found_in(out / "left" / "checkpoint", loaded_from)
                     shutil.rmtree(out / "left")
                 found[moment].add(known[key])
     return found, len(known)

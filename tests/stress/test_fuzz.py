@@ -23,19 +23,15 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return reported
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found_and_can_be_replayed(seen: dict[str, list[str]], bug: str) -> None:
-    """Each kind of forbidden act is reported as that, from the run and from the file it kept."""
-    _, kind = BUGS[bug]
-    assert seen[bug] == [kind, kind]
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_a_broken_reader_is_found_and_can_be_replayed(
-    seen: dict[str, list[str]], reader: str
+@pytest.mark.parametrize(
+    ("bug", "kind"),
+    [(bug, kind) for bug, (_, kind) in BUGS.items()] + [(bug, "exception") for bug in READERS],
+)
+def test_a_planted_bug_is_found_and_can_be_replayed(
+    seen: dict[str, list[str]], bug: str, kind: str
 ) -> None:
-    """Values that nobody has changed, bytes beside targets, and checksums are looked at."""
-    assert seen[reader] == ["exception", "exception"]
+    """Each forbidden act, and each broken reader, is reported as that, and again in a replay."""
+    assert seen[bug] == [kind, kind]
 
 
 def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
@@ -45,18 +41,12 @@ def test_a_few_thousand_hostile_inputs_do_no_harm(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     for target in SHARES:
         assert re.search(rf"^{target}: \d+ inputs .* 0 findings", ended.stdout, re.MULTILINE)
-    for outcome in ("reader: accepted", "the metadata has", "the metadata is", "verify: whole"):
-        assert outcome in ended.stdout
     for outcome in (
-        "container: whole",
-        "other CRC-32",
-        "split: accepted",
-        "manifest cannot be read",
+        *("reader: accepted", "the metadata has", "the metadata is", "verify: whole"),
+        *("container: whole", "other CRC-32", "split: accepted", "manifest cannot be read"),
+        *("index: accepted", "index: UntrustedMetadataError", ": loaded, other values"),
     ):
-        assert outcome in ended.stdout
-    for outcome in ("index: accepted", "index: UntrustedMetadataError"):
         assert outcome in ended.stdout
     for way in ("dcp.load", "nostall.load", "slices"):
         for outcome in ("loaded", "DamagedCheckpointError"):
             assert re.search(rf" {way} (none|crc): {outcome}$", ended.stdout, re.MULTILINE)
-    assert ": loaded, other values" in ended.stdout

@@ -31,8 +31,11 @@ def run_command(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return run_python("-c", BARE, TESTS / "stress" / "gpu.py", *options, cwd=out, timeout_s=100)
 
 
+needs_one = pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no accelerator here")
+@needs_one
 @pytest.mark.parametrize(
     "check", accelerator.ANYWHERE + accelerator.WITH_CUDA, ids=lambda check: check.__name__
 )
@@ -45,13 +48,7 @@ def test_on_an_accelerator(check: accelerator.Check, tmp_path: Path) -> None:
     "device",
     [
         pytest.param("cpu", marks=pytest.mark.slow),  # a rehearsal
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(not torch.cuda.is_available(), reason="no accelerator here"),
-            ],
-        ),
+        pytest.param("cuda", marks=[pytest.mark.gpu, needs_one]),
     ],
 )
 def test_ranks_that_share_a_device_save_and_load_what_is_on_it(device: str, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nostall.core import AsyncCallsQueue
 from nostall.state_dict_saver import CheckpointMetadataCache
 from stress.object_soak import LENGTH, apart, save_at
-from stress.soak import PATIENCE_S, Campaign, Violation, begin, main, tensors
+from stress.soak import PATIENCE_S, Campaign, Violation, begin, main, tensors, told
 from support.faults import writer_pids
 from support.object_store import S3Server, s3_server
 from support.states import schedule
@@ -49,7 +49,6 @@ def tier_of(root: Path, save: int, rank: int) -> Path:
 
 
 def is_by_rank(save: int) -> bool:
-    """Whether each rank has its own."""
     return save % TURNS >= TURNS // 2
 
 
@@ -63,21 +62,12 @@ def train(
     while save < first + saves:
         writer_pids()
         say(writers=[each.pid for each in psutil.Process().children()])
-        try:
-            schedule(
-                queue,
-                destination_of(root, bucket, save),
-                tensors(rank, save, LENGTH),
-                cache=cache,
-                local_staging_dir=tier_of(root, save, rank),
-                local_staging_limit=LIMIT,
-                local_staging_shared=not is_by_rank(save),
-            )
+        with told(say, save):
+            path, state = destination_of(root, bucket, save), tensors(rank, save, LENGTH)
+            options = {"local_staging_limit": LIMIT, "local_staging_shared": not is_by_rank(save)}
+            tier = tier_of(root, save, rank)
+            schedule(queue, path, state, cache=cache, local_staging_dir=tier, **options)
             queue.wait(PATIENCE_S)
-        except CheckpointException as error:
-            say(failed=save, why=str(error)[-300:])
-        else:
-            say(committed=save)
         save += 1
     threading.Event().wait()
 
@@ -98,7 +88,6 @@ def _is_promoted(place: str, after: int) -> bool:
 
 
 def soak(server: S3Server, kills: int, seed: int, root: Path) -> dict[str, Any]:
-    """Kill so many times; what was counted."""
     bucket = server.new_bucket()
     lives = Campaign(kills, seed, root, partial(train, bucket, math.inf))
     seen = dict.fromkeys((destination_of(root, bucket, turn) for turn in range(TURNS)), -1)

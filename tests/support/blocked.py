@@ -25,13 +25,11 @@ class Blocked:
         self._blocked_s = [0.0]
 
     def step_ends(self) -> None:
-        """A step is over; a save may follow."""
         if self._steps and self._steps % self._every == 0:
             self._blocked_s.append(0.0)
         self._since_s = time.perf_counter()
 
     def step_begins(self) -> None:
-        """The next step begins."""
         if self._since_s is not None:
             self._blocked_s[-1] += time.perf_counter() - self._since_s
         self._steps += 1
@@ -47,10 +45,7 @@ class Blocked:
         self._since_s = None
 
     def milliseconds(self) -> list[float]:
-        """For each save after the first ones, the time that it has taken from training.
-
-        The last save is not counted: no step follows it.
-        """
+        """For each save after the first ones, but the last, the time that it took from training."""
         return [1000 * seconds for seconds in self._blocked_s[1 + WARM_UP : -1]]
 
 

@@ -12,13 +12,15 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import nostall
 from nostall._storage import posix
 
 _MOST_UNDURABLE_NAMES = 6
@@ -27,8 +29,6 @@ _MOST_UNDURABLE_NAMES = 6
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation that has succeeded."""
-
     name: str
     path: str
     other: str = ""
@@ -143,7 +143,6 @@ class Disk:
         return cls(dict(names), dict(names), [])
 
     def apply(self, operation: Operation) -> None:
-        """Let an operation happen."""
         path, directory = operation.path, os.path.dirname(operation.path)
         file = self.now.get(path)
         match operation.name:
@@ -189,7 +188,8 @@ class Disk:
             names = dict(self.names)
             for number in kept:
                 _update(names, self.undurable[number][1])
-            for content_of in (_lost, _all_there, _in_part):
+            contents = (attrgetter("durable"), lambda file: bytes(file.now), _in_part)
+            for content_of in contents:
                 left = {
                     path: None if file is None else content_of(file)
                     for path, file in names.items()
@@ -232,14 +232,6 @@ def _combinations(count: int) -> Iterator[tuple[int, ...]]:
         yield everything[number : number + 1]
 
 
-def _lost(file: _File) -> bytes:
-    return file.durable
-
-
-def _all_there(file: _File) -> bytes:
-    return bytes(file.now)
-
-
 def _in_part(file: _File) -> bytes:
     """The new length, and every other page of the new content."""
     if file.durable == file.now:
@@ -248,6 +240,15 @@ def _in_part(file: _File) -> bytes:
     for begin in range(0, len(mixed), 2 * 4096):
         mixed[begin : begin + 4096] = file.now[begin : begin + 4096]
     return bytes(mixed)
+
+
+def found_in(checkpoint: Path, load: Callable[[Path], int]) -> int | None:
+    """The save that a resuming job loads from a directory; ``None`` if there is no checkpoint."""
+    if nostall.is_complete(checkpoint, deep=True):
+        return load(checkpoint)
+    # Not even stock, which checks nothing, may take it for a checkpoint.
+    assert not (checkpoint / ".metadata").exists()
+    return None
 
 
 def rebuild(left: dict[str, bytes | None], root: Path, out: Path) -> None:

@@ -75,7 +75,6 @@ class Distributed(DTensor):
 
 
 def whole() -> torch.Tensor:
-    """The larger tensor."""
     return torch.arange(48.0).view(8, 6)
 
 

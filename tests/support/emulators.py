@@ -17,11 +17,7 @@ from unittest.mock import patch
 from support.ranks import TESTS
 
 AZURITE = (
-    "--blobPort",
-    "0",
-    "--inMemoryPersistence",
-    "--disableTelemetry",
-    "--silent",
+    *("--blobPort", "0", "--inMemoryPersistence", "--disableTelemetry", "--silent"),
     "--skipApiVersionCheck",
 )
 ACCOUNT = "devstoreaccount1"
@@ -31,7 +27,6 @@ KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr
 
 @contextmanager
 def server(command: list[str], directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a server."""
     process = subprocess.Popen(
         command,
         cwd=directory,

@@ -249,8 +249,6 @@ class _Pinned:
 
 
 class _Mode(TorchFunctionMode):
-    """Directs functions of torch to the fake."""
-
     def __init__(self, fake: FakeAccelerator) -> None:
         super().__init__()
         self._fake = fake

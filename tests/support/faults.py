@@ -6,7 +6,7 @@ import os
 import pickle
 import select
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,31 +41,24 @@ class Fault:
     def errno(
         cls, point: str, code: int, *, file: str = "", after: int = 0, times: int | None = None
     ) -> Fault:
-        """The operation fails with this errno, for files whose path contains ``file``.
-
-        After so many successes, and so often; ``None`` for no limit.
-        """
+        """Files whose path contains ``file`` fail after ``after`` successes, ``times`` times."""
         plain = {"point": point, "do": "errno", "errno": code, "file": file, "after": after}
         return cls(plain if times is None else {**plain, "times": times})
 
     @classmethod
     def raising(cls, point: str, message: str) -> Fault:
-        """An unexpected exception is raised."""
         return cls({"point": point, "do": "raise", "message": message})
 
     @classmethod
     def exit(cls, point: str, code: int, *, after: int = 0) -> Fault:
-        """The process ends with this exit code."""
         return cls({"point": point, "do": "exit", "code": code, "after": after})
 
     @classmethod
     def kill(cls, point: str, signal: int, *, after: int = 0) -> Fault:
-        """The process gets this signal."""
         return cls({"point": point, "do": "kill", "signal": signal, "after": after})
 
     @classmethod
     def delay(cls, point: str, seconds: float) -> Fault:
-        """The operation is delayed by this many seconds."""
         return cls({"point": point, "do": "delay", "seconds": seconds})
 
 
@@ -82,6 +75,13 @@ class Hold:
         self._go_fd = os.open(go, os.O_RDWR)  # opened for writing only, it would wait for a reader
         self._was_reached = False
         self.fault = Fault({"point": point, "do": "hold", "reached": reached, "go": go})
+
+    def stop(self, begin: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Begin a save that stops at the point; return when it has."""
+        with inject(self.fault):
+            begun = begin(*arguments, **options)
+            self.wait_reached()  # some saves are planned in the background
+        return begun
 
     def wait_reached(self, timeout_s: float = 60.0) -> None:
         """Wait until a save has stopped at the point; it may have failed before."""

@@ -19,7 +19,6 @@ OURS = f"{os.sep}nostall{os.sep}"
 
 
 def calls_ours(frame: FrameType, event: str) -> bool:
-    """Whether a function of the library is called."""
     return event == "call" and OURS in frame.f_code.co_filename
 
 
@@ -29,10 +28,7 @@ def takes_a_lock(frame: FrameType, event: str) -> bool:
 
 
 def calls(_frame: FrameType, event: str) -> bool:
-    """Whether something is called, or one of the interpreter's own functions has returned.
-
-    These are almost all the places where CPython runs a handler.
-    """
+    """Whether this is one of nearly all the places where CPython runs a handler."""
     return event in ("call", "c_return")
 
 
@@ -61,10 +57,7 @@ def interrupted(
 
 
 def interrupt_the_wait(times: int) -> threading.Thread:
-    """SIGINT for the main thread once it waits, and again when that has arrived, so often.
-
-    The wait has to be one that is left after so many.
-    """
+    """SIGINT for the main thread so often, each time once it waits; the last one ends the wait."""
 
     def has_come(number: int) -> bool:
         return _deferral.asked == number and _main_is_asleep()

@@ -22,11 +22,8 @@ from typing import Any, NamedTuple
 
 # What programs, steps of optimizers, sharded models and torchrun import, and what counts coverage.
 MODULES = (
-    "torch.distributed.checkpoint",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.launcher.api",
-    "coverage",
+    *("torch.distributed.checkpoint", "torch._dynamo", "torch.distributed.fsdp"),
+    *("torch.distributed.launcher.api", "coverage"),
 )
 
 TESTS = str(Path(__file__).parents[1])
@@ -54,7 +51,6 @@ class Program:
 
     @property
     def watched(self) -> list[Any]:
-        """Objects to poll until one is ready."""
         return [self.ended, self.channel] if self.has_client else [self.ended]
 
     def pass_on(self) -> None:
@@ -66,7 +62,6 @@ class Program:
         os.kill(self.pid, number[0] if number else signal.SIGKILL)
 
     def report_end(self) -> None:
-        """Tell the client how the program has ended."""
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         with suppress(OSError):
             self.channel.sendall(str(status).encode())
@@ -79,10 +74,7 @@ class Program:
 
 
 def await_request(address: str, owner: str, *more_modules: str) -> Request:
-    """Return in a fork for each program, with what it is to run.
-
-    If the address is taken, another process serves it already. This one ends with its owner.
-    """
+    """Return each program's request in a fork; end with the owner, or if the address is taken."""
     listening = socket.socket(socket.AF_UNIX)
     try:
         listening.bind("\0" + address)
@@ -133,10 +125,7 @@ def await_request(address: str, owner: str, *more_modules: str) -> Request:
 
 
 def receive(channel: socket.socket) -> tuple[Request, list[int], socket.socket] | None:
-    """A client's request, standard streams and channel; ``None`` if it has been killed meanwhile.
-
-    Also if it is another user's: such an address is open to everyone.
-    """
+    """A client's request, streams and channel; ``None`` if it was killed or is another user's."""
     credentials = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     streams: list[int] = []
     if int.from_bytes(credentials[4:8], sys.byteorder) == os.getuid():

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -36,8 +37,6 @@ _END_TIMEOUT_S = 30
 
 @dataclass(frozen=True, slots=True)
 class S3Server:
-    """The server of a test session."""
-
     endpoint: str
     knows_if_match: bool
     """Whether it replaces an object on a condition; otherwise a request without one follows those
@@ -51,7 +50,6 @@ class S3Server:
         return session.Session().create_client("s3")
 
     def new_bucket(self) -> str:
-        """Make a bucket; returns its name."""
         bucket = f"b{uuid.uuid4().hex}"
         self.client().create_bucket(Bucket=bucket)
         return bucket
@@ -68,7 +66,6 @@ class S3Server:
         self.inject(*({**each, "after": refused} for each in faults))
 
     def requests(self) -> list[str]:
-        """The requests since the last call."""
         with urllib.request.urlopen(f"{self.endpoint}/.requests", timeout=10) as answer:
             found: list[str] = json.load(answer)
         return found
@@ -79,12 +76,10 @@ class S3Server:
         return [each["Key"] for each in answer.get("Uploads", ())]
 
     def sizes(self, bucket: str) -> dict[str, int]:
-        """Lengths of all objects of a bucket, by key."""
         answer = self.client().list_objects_v2(Bucket=bucket)
         return {each["Key"]: each["Size"] for each in answer.get("Contents", ())}
 
     def keys(self, bucket: str) -> list[str]:
-        """All keys of a bucket, in order."""
         return list(self.sizes(bucket))
 
     def names_below(self, url: str) -> list[str]:
@@ -122,18 +117,12 @@ def s3_server(name: str = "moto", *options: str) -> Iterator[S3Server]:
         assert process.stdout is not None
         endpoint = process.stdout.readline().strip()
         assert endpoint, "the server did not start"
-        before = dict(os.environ)
-        stack.callback(_restore, before)
-        os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=endpoint)
-        os.environ.update(AWS_ACCESS_KEY_ID=user, AWS_SECRET_ACCESS_KEY=password)
+        own = {"AWS_ACCESS_KEY_ID": user, "AWS_SECRET_ACCESS_KEY": password}
+        environment = {**ENVIRONMENT, **own, "AWS_ENDPOINT_URL": endpoint}
+        stack.enter_context(patch.dict(os.environ, environment))
         yield S3Server(
             endpoint, knows_if_match=name != "swift", forgets_prefixes=name != "seaweedfs"
         )
-
-
-def _restore(environment: dict[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

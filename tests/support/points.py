@@ -28,7 +28,6 @@ class Planned:
         return Planned, (self._plain,)
 
     def at(self, point: str, file: str) -> None:
-        """Pass a named point."""
         plain = self._plain
         if plain["point"] != point or plain.get("file", "") not in file:
             return

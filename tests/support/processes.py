@@ -13,17 +13,18 @@ from typing import Any
 
 
 def ended(
-    *command: str | bytes,
+    *command: str | bytes | Path,
     cwd: Path | None = None,
     timeout_s: float = 100.0,
     check: bool = True,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end: its output and its status, which has to be 0 if ``check``."""
+    """Run a command without input to its end: output and status, which has to be 0 if ``check``."""
     done = subprocess.run(
         command,
         cwd=cwd,
         env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -34,10 +35,7 @@ def ended(
 
 
 def answer_of(module: str, call: str) -> Any:
-    """The plain value of a call, in which ``Path`` is known, of a function of ``programs.NAME``.
-
-    In a new process without a launcher.
-    """
+    """The plain value of a call, which knows ``Path``, of ``programs.NAME`` in a new process."""
     function = call.partition("(")[0]
     program = f"from {module} import {function}; from pathlib import Path; print({call})"
     command = sys.executable, "-W", "ignore", "-c", program
@@ -70,6 +68,16 @@ def command_of(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
     return ""
+
+
+def open_files(pid: int) -> list[str]:
+    """Targets of a process's open descriptors."""
+    links = []
+    with suppress(OSError):  # it has ended
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                links.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return links
 
 
 def _children(pid: int) -> set[int]:

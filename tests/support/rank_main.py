@@ -8,9 +8,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -31,7 +29,11 @@ def main() -> None:
     # group as it is then as arguments of theirs. Such a group outlives destroy_process_group() with
     # its threads, and one of those that frees a tensor's Python object while the interpreter is
     # ending aborts the process.
-    programs = [(_imported(program), out, args) for program, out, *args in json.loads(sys.argv[1])]
+    programs = []
+    for program, out, *args in json.loads(sys.argv[1]):
+        module, function = program.split(":")
+        run = getattr(importlib.import_module(f"programs.{module}"), function)
+        programs.append((run, out, args))
     try:
         dist.init_process_group("gloo")
         dist.barrier()
@@ -52,12 +54,6 @@ def main() -> None:
         (Path(out) / f"result-{rank}.json").write_text(json.dumps(result))
         gc.collect()  # of whatever else still holds the group
         dist.destroy_process_group()
-
-
-def _imported(program: str) -> Callable[..., Any]:
-    module, function = program.split(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(f"programs.{module}"), function)
-    return found
 
 
 if __name__ == "__main__":

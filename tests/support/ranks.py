@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from support import loaded
+from support.processes import ended
 from support.rank_main import NOT_MET, WHOLE_END
 
 TESTS = Path(__file__).parents[1]
@@ -31,16 +32,8 @@ def run_python(
     *arguments: str | Path, timeout_s: float, cwd: Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run an interpreter that has torch already, without input; its status and output."""
-    return subprocess.run(
-        [*loaded.python(), "-W", "ignore", *arguments],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    command = (*loaded.python(), "-W", "ignore", *arguments)
+    return ended(*command, cwd=cwd, timeout_s=timeout_s, check=False, environment=environment)
 
 
 def run_script(
@@ -66,14 +59,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``module:function`` of ``tests/programs`` on every rank; the results in rank order.
 
-    Args:
-        world_size: Number of ranks.
-        program: Called with ``out`` and ``args`` after ``init_process_group("gloo")``.
-        out: Directory for results and for whatever the program writes.
-        timeout_s: The whole process group is killed after this many seconds.
-        check: Whether a rank that fails is an error here.
-        whole_end: Whether interpreters are taken apart at the end, which takes 0.25 s more each.
-        with_device: Whether the ranks see the accelerator, which they share.
+    It is called with ``out``, for results and whatever it writes, and ``args``, in a gloo group.
+    Unless ``check``, ranks may fail. For a ``whole_end`` interpreters are taken apart, which takes
+    0.25 s more each; ``with_device`` the ranks see the accelerator, which they share.
     """
     environment = {WHOLE_END: "1" if whole_end else "", **({} if with_device else _NO_DEVICE)}
     command = [program, str(out), *args]
@@ -103,10 +91,7 @@ def on_ranks(*names: str, ranks: int | tuple[int, ...] = 2) -> pytest.MarkDecora
 
 
 def run_in_turn(programs: Sequence[Program], out: Path) -> dict[Program, list[Any] | RanksFailed]:
-    """Run programs for one number of ranks in one start of ranks; results or failure of each.
-
-    A program that fails ends the ranks, so all those after it fail, too.
-    """
+    """Results or failure of programs in one start of ranks; those after a failed one fail, too."""
     places = {program: out / f"{number}" for number, program in enumerate(programs)}
     commands = []
     for program, place in places.items():

@@ -60,7 +60,6 @@ def save(path: Path, state: dict[str, Any], who: str = "nostall") -> None:
 def load(
     state: dict[str, Any], path: Path, planner: dcp.DefaultLoadPlanner | None = None, **options: Any
 ) -> None:
-    """``dcp.load`` with our reader."""
     reader = nostall.FileSystemReader(path, **options)
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
 

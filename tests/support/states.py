@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.tensor import DTensor
 
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
@@ -52,10 +54,7 @@ def planned(
     after: Sequence[Callable[[], Any]] = (),
     **options: Any,
 ) -> tuple[FileSystemWriterAsync, AsyncRequest]:
-    """A split save that is planned, as a framework does it: its writer, and the request for it.
-
-    The functions run before and after its commit.
-    """
+    """A split save as frameworks plan it, with functions around its commit: writer and request."""
     writer = kind(path, **options)
     plan = save_state_dict_async_plan(
         state,
@@ -86,7 +85,6 @@ def save_now(
     kind: type[dcp.FileSystemWriter] = FileSystemWriterAsync,
     **options: Any,
 ) -> None:
-    """One save by ``dcp.save``."""
     dcp.save(state, storage_writer=kind(path, **options), planner=planner, no_dist=True)
 
 
@@ -111,7 +109,6 @@ def save_in_background(
 
 
 def save_split(path: Path, state: dict[str, Any], **options: Any) -> None:
-    """One split save through a queue of its own."""
     with AsyncCallsQueue() as queue:
         schedule(queue, path, state, **options)
 
@@ -136,6 +133,21 @@ def save_stock_way(
     writer = dcp.FileSystemWriter(path, sync_files=False, **options)
     with patch.object(torch.cuda, "is_available", return_value=False):
         dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def local_values(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of this rank's parts."""
+    own = (each.to_local() if isinstance(each, DTensor) else each for each in tensors)
+    return [each.detach().clone() for each in own]
+
+
+def all_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def names(path: Path) -> list[str]:
+    """Names in a directory; none if it does not exist."""
+    return sorted(os.listdir(path)) if path.exists() else []
 
 
 def shard_files(path: Path) -> dict[str, bytes]:

@@ -133,13 +133,9 @@ def publishing_can_be_given_up(storage: Storage) -> None:
 
 
 CHECKS: tuple[Callable[[Storage], None], ...] = (
-    parts_make_a_file,
-    an_unfinished_file_leaves_nothing,
-    ranges_are_read,
-    what_does_not_exist_is_not_found,
-    publishing_replaces_at_once,
-    publishing_depends_on_what_was_there,
-    publishing_can_be_given_up,
+    *(parts_make_a_file, an_unfinished_file_leaves_nothing, ranges_are_read),
+    *(what_does_not_exist_is_not_found, publishing_replaces_at_once),
+    *(publishing_depends_on_what_was_there, publishing_can_be_given_up),
 )
 """For any storage."""
 FILE_SYSTEM_CHECKS = (*CHECKS, an_existing_file_stays)

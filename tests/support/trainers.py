@@ -44,7 +44,6 @@ class Program:
         return json.loads(self.process.stdout.readline())
 
     def tell(self) -> None:
-        """Let it go on."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()

@@ -56,7 +56,6 @@ class Job:
         }
 
     def train(self, steps: int) -> list[float]:
-        """The losses of so many steps."""
         losses = []
         for _ in range(steps):
             noise = random.random() + float(np.random.random())  # noqa: NPY002  # the global one
@@ -78,14 +77,12 @@ def disturb() -> None:
 
 
 def facts(job: Job) -> Any:
-    """The whole state of a job and of the global generators, to compare."""
     objects = ("model", "optimizer", "scheduler", "loader")
     states = {name: job.state[name].state_dict() for name in objects}
     return _plain([states, job.state["epoch"], rng_states()])
 
 
 def _plain(value: Any) -> Any:
-    """Tensors as lists; everything else as it is."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.tolist()
     if isinstance(value, Mapping):

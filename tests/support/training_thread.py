@@ -19,10 +19,7 @@ _WITH_CONTENT = ("all_gather", "broadcast", "gather", "scatter")
 
 @contextmanager
 def work_for_saves() -> Iterator[Counter[str]]:
-    """Count what this thread gathers, pickles and publishes for nostall's saves.
-
-    Collectives of the framework, and of other threads, do not count.
-    """
+    """Count what this thread, and nobody else, gathers, pickles and publishes for nostall."""
     trains, done = threading.current_thread(), Counter[str]()
 
     def counting(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,12 +52,10 @@ class Periods:
         self._done: list[Counter[str]] = []
 
     def reach(self, step: int) -> None:
-        """A step, or an epoch, is about to begin."""
         if step in self._starts:
             self._period.close()
             self._done.append(self._period.enter_context(work_for_saves()))
 
     def close(self) -> list[dict[str, int]]:
-        """End the last period; the counts of all of them."""
         self._period.close()
         return list(map(dict, self._done))

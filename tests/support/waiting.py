@@ -24,10 +24,7 @@ SOON_S = 20.0
 
 
 class _OneCallOs:
-    """``os`` for ``_storage.posix``, but for calls of one function.
-
-    Where ``part`` is in the path, or in that behind the descriptor.
-    """
+    """``os`` but for calls of one function where ``part`` is in the path, or a descriptor's."""
 
     def __init__(self, operation: str, part: str = "") -> None:
         self._operation, self._part = operation, part
@@ -62,7 +59,6 @@ class HangingOs(_OneCallOs):
         return call()
 
     def answer(self) -> None:
-        """Let all calls end."""
         self._answers.set()
 
 

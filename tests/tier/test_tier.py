@@ -25,6 +25,9 @@ from nostall._commit.manifest import with_manifest
 from nostall._model import checksum
 from nostall._model.values import WrittenFile
 from nostall._storage.deadlines import begin
+from nostall._tier import copying, promotions
+from nostall._tier.copying import Copier, files_of
+from nostall._tier.local import LOCK, RECORD, Directory, Record, committed_at, is_locked
 from nostall.errors import (
     CheckpointExistsError,
     DamagedCheckpointError,
@@ -36,10 +39,6 @@ from nostall.errors import (
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
 from nostall.tier import Promotion, promote
-from nostall.tier import _copying as copying
-from nostall.tier import _promotions as promotions
-from nostall.tier._copying import Copier, files_of
-from nostall.tier._local import LOCK, RECORD, Directory, Record, committed_at, is_locked
 from programs.through_tier import destination_of, save, state_of
 from support import loaded
 from support.object_store import S3Server
@@ -92,7 +91,7 @@ def step_at(place: str) -> int | None:
 def copying_processes() -> list[psutil.Process]:
     """Processes that copy to destinations for this process."""
     children = psutil.Process().children()
-    return [each for each in children if "nostall.tier" in command_of(each.pid)]
+    return [each for each in children if "nostall._tier" in command_of(each.pid)]
 
 
 @contextmanager
@@ -228,10 +227,7 @@ def test_a_save_at_the_limit_goes_on_when_there_is_room(
 def test_a_destination_that_refuses_is_asked_again(
     tier: str, root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The refusal is named; once the destination works, checkpoints get there in their order.
-
-    A promotion is given up by removing the local checkpoint.
-    """
+    """In order; the refusal is named, and removing the local checkpoint gives a promotion up."""
     Path(root).write_text("in the way")
     begun = [promotion_of(save(tier, root, step, local_staging_limit=3)) for step in range(3)]
     given_up, promotion, later = begun
@@ -394,10 +390,7 @@ def test_of_promoted_checkpoints_the_newest_stays(tier: str, root: str) -> None:
 
 
 def test_a_manager_keeps_and_restores_what_is_at_the_destination(tier: str, root: str) -> None:
-    """A step that waits locally is not counted yet, and nothing is removed for it.
-
-    A step that retention has removed does not come back.
-    """
+    """A step that waits locally is not counted; one that retention removed does not come back."""
     model = torch.nn.Linear(3, 3)
     writer = partial(FileSystemWriterAsync, local_staging_dir=tier, local_staging_limit=9)
     with nostall.CheckpointManager(root, keep=nostall.KeepLatest(2), writer=writer) as manager:
@@ -430,10 +423,7 @@ def test_a_manager_keeps_and_restores_what_is_at_the_destination(tier: str, root
 
 
 def test_what_a_killed_job_has_left_is_promoted_by_the_next(tier: str, root: str) -> None:
-    """The trainer and all its processes were killed behind the local commit.
-
-    It replaces nothing that another job has saved to the destination since; a new save does.
-    """
+    """It replaces nothing that another job has saved to the destination since; a new save does."""
     Path(root).write_text("nothing gets there")
     _run_killed(tier, root, steps=2)
     Path(root).unlink()

@@ -20,9 +20,9 @@ from nostall._writer.messages import (
     Cancel,
     MapBlock,
     Message,
-    Progress,
     Ready,
     Receiver,
+    Wrote,
     send,
 )
 from nostall._writer.trainer_side import ChildProcess
@@ -107,10 +107,7 @@ def test_a_job_in_memory_that_is_not_there_fails(wire: Wire, nbytes: int) -> Non
 
 
 def test_a_message_in_pieces_is_put_together(wire: Wire) -> None:
-    """A timeout in the middle of a message loses nothing of it, wherever it is cut.
-
-    Names that are no UTF-8 arrive as they were sent.
-    """
+    """A timeout within a message loses none of it, nor are names that are no UTF-8 changed."""
     ours, theirs = wire
     theirs.settimeout(0.001)
     receiver = Receiver(theirs)
@@ -187,7 +184,7 @@ def test_an_answer_that_nobody_waits_for_is_ignored() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [b"Traceback (most recent call last):", encode(Call("mine")), encode(Progress("mine", 1))],
+    [b"Traceback (most recent call last):", encode(Call("mine")), encode(Wrote("mine", 1))],
     ids=["no message", "a message to a worker", "an event of another process"],
 )
 def test_a_process_that_says_what_it_should_not_is_killed(said: bytes) -> None:

@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from nostall._engine import Engine
 from nostall._model.jobs import RankFailed, WriteJob
+from nostall._model.progress import Progress
 from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import EngineOptions
@@ -105,10 +106,7 @@ def test_a_name_means_the_same_bytes_to_trainer_and_writer(
 def test_a_program_that_is_no_interpreter_is_named_with_the_remedy(
     tmp_path: Path, kind: str, content: str, remedy: str, starts: int
 ) -> None:
-    """An application that is its own interpreter would train again, without end.
-
-    A frozen one is not started at all; what embeds Python says so itself when it has been started.
-    """
+    """It would train again, without end: a frozen one is not started, an embedding one says so."""
     program, log = tmp_path / "program", tmp_path / "starts"
     itself = f"exec {' '.join(loaded.python())} -W ignore {PROGRAM} saves_as $0.saved $0 {kind}"
     program.write_text(f"#!/bin/sh\n{content or itself} >$0.nested\n")
@@ -143,6 +141,10 @@ def job_in(path: Path, **changes: Any) -> WriteJob:
     )._replace(**changes)
 
 
+def of_a_save() -> Progress:
+    return Progress(path="/checkpoints/1", rank=0)
+
+
 @pytest.fixture
 def engine() -> Iterator[Engine]:
     """One whose saves are given up after a second."""
@@ -161,7 +163,7 @@ def test_a_job_for_a_process_that_was_killed_says_so(
     os.kill(writer.pid, signal.SIGKILL)
     with suppress(ChildProcessError):  # its parent has noticed already
         os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
-    report = writer.submit(job_in(tmp_path), engine.lease(4096)).result(DEADLINE_S)
+    report = writer.submit(job_in(tmp_path), engine.lease(4096), of_a_save()).result(DEADLINE_S)
     assert isinstance(report, RankFailed)
     assert report.failure.kind == "WriterDiedError"
     assert "killed by SIGKILL" in report.failure.message
@@ -176,7 +178,7 @@ def test_a_process_that_does_not_read_holds_a_call_no_longer_than_its_deadline(
     os.kill(writer.pid, signal.SIGSTOP)
     began = time.monotonic()
     long = job_in(tmp_path, stream=bytes(1 << 24))
-    report = writer.submit(long, engine.lease(4096)).result(DEADLINE_S)
+    report = writer.submit(long, engine.lease(4096), of_a_save()).result(DEADLINE_S)
     assert time.monotonic() - began < 20
     assert isinstance(report, RankFailed)
     assert report.failure.kind == "WriterDiedError"

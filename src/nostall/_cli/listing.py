@@ -55,6 +55,7 @@ from nostall._model.names import (
 )
 from nostall._storage.locations import is_address, place_of, storage_at
 from nostall._storage.port import PartStream, Stat, leaves_open, may_have, open_to_read
+from nostall._tier.local import RECORD
 from nostall.errors import (
     DamagedCheckpointError,
     NostallError,
@@ -72,7 +73,6 @@ from nostall.integrity import (
 )
 from nostall.integrity import verify as verification
 from nostall.removal import remove_checkpoint
-from nostall.tier._local import RECORD
 
 _ABOUT = "nostall.about"
 """The item in which a CheckpointManager describes a step; see ``nostall._manager.contents``."""

@@ -98,10 +98,7 @@ def read_inventory(files: Files, *, with_items: bool) -> Inventory:
 
             extents, note = extents_in(stream, path=path, is_confirmed=manifest is not None)
     if manifest is None:
-        listed = [
-            WrittenFile(name=name, nbytes=each[-1].end, crc32=None)
-            for name, each in extents.items()
-        ]
+        listed = [WrittenFile(name, each[-1].end, crc32=None) for name, each in extents.items()]
     else:
         listed = list(manifest.files)
     return Inventory(

@@ -91,23 +91,19 @@ def _columns_of(plan: SavePlan) -> PlanColumns | None:
             return None
         if type(index.fqn) is not str or index.index is not None or item.bytes_io_data is not None:
             return None
+        is_object = item.type is WriteItemType.BYTE_IO
+        if not is_object == (data is None) == (index.offset is None):
+            return None
         sizes: _Size = ()
         shape: _Size = ()
         offsets, position = None, 0
-        if data is None or index.offset is None:
-            if (
-                data is not None
-                or index.offset is not None
-                or item.type is not WriteItemType.BYTE_IO
-            ):
-                return None
-        else:
+        if data is not None:
             places = index.offset, data.chunk.offsets, data.chunk.sizes, data.size
             if tuple(map(type, (data, data.chunk, data.properties, *places))) != _USUAL:
                 return None
-            if data.chunk.offsets != index.offset or item.type is WriteItemType.BYTE_IO:
+            if data.chunk.offsets != index.offset:
                 return None
-            offsets, sizes, shape = map(tuple, (index.offset, data.chunk.sizes, data.size))
+            offsets, sizes, shape = map(tuple, places[1:])
             state = data.properties.__getstate__()
             position = positions.setdefault(state, len(columns.properties))
             if position == len(columns.properties):
@@ -191,12 +187,8 @@ class LocalPlans(Sequence[SavePlan]):
     """
 
     def __init__(self, plans: Iterable[CompactPlan]) -> None:
-        self.plans = list(map(compact, plans))
-
-    @classmethod
-    def of(cls, plans: Sequence[SavePlan]) -> LocalPlans:
-        """These plans as this class, whatever holds them."""
-        return plans if isinstance(plans, LocalPlans) else cls(plans)
+        as_columns = plans.plans if isinstance(plans, LocalPlans) else plans
+        self.plans: list[CompactPlan] = list(map(compact, as_columns))
 
     @classmethod
     def of_plain(cls, plans: Any) -> LocalPlans | None:
@@ -265,10 +257,6 @@ class ResultColumns:
     transforms: tuple[str, ...] | None
     """DCP's names of the stream transforms, which all items have in common."""
 
-    def renamed(self, names: Mapping[str, str]) -> ResultColumns:
-        """These results under the present names of files, given by the earlier ones."""
-        return replace(self, files=[names[name] for name in self.files])
-
     def places(self, memo: dict[Any, Any]) -> Iterator[tuple[MetadataIndex, Any]]:
         """Each item, and its place as an object of DCP's.
 
@@ -336,34 +324,29 @@ def columns_of(places: Iterable[tuple[Any, Any]]) -> ResultColumns | None:
     begins = defaultdict[Any, int](count().__next__)
     files = defaultdict[str, int](count().__next__)
     names, hints, begin_of, file_of, offsets, lengths = [], [], [], [], [], []
-    are_plain, transforms = False, set()
+    transforms = set[tuple[str, ...] | None]()
     for index, info in places:
         if type(index) is not MetadataIndex or type(info) is not _torch.StorageInfo:
             return None
         # Instances that were unpickled do not have what is None.
         key, place = vars(index), vars(info)
         begin, named = key.get("offset"), place.get("transform_descriptors")
-        if len(key) != _KEY_PARTS + (begin is not None) or (
-            begin is not None and type(begin) is not torch.Size
-        ):
+        if begin is not None and type(begin) is not torch.Size:
+            return None
+        if len(key) != _KEY_PARTS + (begin is not None):
             return None
         if len(place) != _PLACE_PARTS + ("transform_descriptors" in place):
             return None
-        if named is None:
-            are_plain = True
-        else:
-            transforms.add(tuple(named))
+        transforms.add(None if named is None else tuple(named))
         names.append(key["fqn"])
         begin_of.append(begins[begin])
         hints.append(key.get("index"))
         file_of.append(files[place["relative_path"]])
         offsets.append(place["offset"])
         lengths.append(place["length"])
-    numbers, texts = (
-        {*map(type, offsets), *map(type, lengths)},
-        {*map(type, names), *map(type, files)},
-    )
-    if not (numbers <= {int} and texts <= {str} and are_plain + len(transforms) <= 1):
+    numbers = {*map(type, offsets), *map(type, lengths)}
+    texts = {*map(type, names), *map(type, files)}
+    if not (numbers <= {int} and texts <= {str} and len(transforms) <= 1):
         return None
     return ResultColumns(
         names=names,
@@ -395,7 +378,7 @@ def in_columns(results: list[WriteResult]) -> RankPlaces:
 def renamed_places(places: RankPlaces, names: Mapping[str, str]) -> RankPlaces:
     """Places under the present names of files, given by the earlier ones."""
     if isinstance(places, ResultColumns):
-        return places.renamed(names)
+        return replace(places, files=[names[name] for name in places.files])
     return {
         index: replace(info, relative_path=names[info.relative_path])
         for index, info in places.items()

@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, islice, pairwise, repeat
 from types import NoneType
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from nostall._model import checksum
 from nostall._model.jobs import MOST_NBYTES
@@ -47,8 +47,6 @@ TRANSFORMS: Mapping[int, tuple[str, ...] | None] = {1: None, 2: AS_SAFETENSORS}
 """By format, what metadata names as the transforms of all places."""
 HEADER = struct.Struct(f"<{len(MARK)}s6Q")
 _MOST_DIMENSIONS = 64
-_STRIDES = (NoneType, list, tuple)
-"""Types of strides, in JSON or in :class:`Properties`."""
 
 
 class InvalidIndexError(ValueError):
@@ -142,7 +140,7 @@ def index_bytes(index: ItemIndex) -> IndexBytes:
     name has a character that UTF-8 cannot represent.
     """
     made = encoded(index)
-    _checked_tables({"files": index.files, "properties": index.properties})
+    _tables_in(made.tables)
     _require_possible(index)
     _require_inside(index, dict(zip(made.files, made.ends, strict=True)))
     return made
@@ -204,11 +202,7 @@ def parsed(content: bytes, nbytes_of: Mapping[str, int]) -> ItemIndex | None:
         _refuse("not as many names as items")
     if sum(ndim) != ndimensions:
         _refuse("not as many dimensions as its shapes have")
-    try:
-        plain = json.loads(tables)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(error) from error
-    files, properties = _checked_tables(plain)
+    files, properties = _tables_in(tables)
     numbers = dimensions.tolist()
     index = ItemIndex(
         names=[names[at:end] for at, end in pairwise(accumulate(nchars, initial=0))],
@@ -232,10 +226,6 @@ def parsed(content: bytes, nbytes_of: Mapping[str, int]) -> ItemIndex | None:
 
 def _refuse(what: str) -> NoReturn:
     raise InvalidIndexError(f"the index of the items is invalid: {what}")
-
-
-def _unreadable(error: Exception) -> InvalidIndexError:
-    return InvalidIndexError(f"the tables of the index cannot be read: {error!r:.200}")
 
 
 class _Columns:
@@ -272,18 +262,20 @@ def _text(content: memoryview) -> str:
 # --- its checks, of what is read and of what is written -------------------------------------------
 
 
-def _checked_tables(plain: Any) -> tuple[list[str], list[Properties]]:
-    """Files and properties in plain values that may be anything."""
-    if type(plain) is not dict or plain.keys() != {"files", "properties"}:
-        _refuse("unknown tables")
-    files, properties = plain["files"], []
+def _tables_in(content: bytes | str) -> tuple[list[str], list[Properties]]:
+    """Files and properties in JSON that may be anything."""
+    properties = []
     try:
+        plain = json.loads(content)
+        if type(plain) is not dict or plain.keys() != {"files", "properties"}:
+            _refuse("unknown tables")
+        files = plain["files"]
         if type(files) is not list or {*map(type, files)} - {str} or len(set(files)) != len(files):
             _refuse("file names that are not strings, or a duplicate one")
         for dtype, layout, memory_format, requires_grad, pin_memory, stride in plain["properties"]:
             flags = requires_grad, pin_memory
             kinds = tuple(map(type, (dtype, layout, memory_format, *flags)))
-            if kinds != (str, str, int, bool, bool) or type(stride) not in _STRIDES:
+            if kinds != (str, str, int, bool, bool) or type(stride) not in (NoneType, list):
                 _refuse("properties of another form")
             if not all(type(each) is int and 0 <= each <= MOST_NBYTES for each in stride or ()):
                 _refuse("a stride that is impossible")
@@ -291,8 +283,10 @@ def _checked_tables(plain: Any) -> tuple[list[str], list[Properties]]:
             properties.append(Properties(dtype, layout, memory_format, *flags, strides))
     except InvalidIndexError:
         raise
-    except (TypeError, ValueError) as error:
-        raise _unreadable(error) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidIndexError(
+            f"the tables of the index cannot be read: {error!r:.200}"
+        ) from error
     return files, properties
 
 
@@ -335,29 +329,23 @@ def _repeated(index: ItemIndex) -> set[int]:
     # As nostall writes it: different numbers are then different shapes.
     are_unique = len(set(index.shapes)) == len(index.shapes)
     repeated: set[int] = set()
-    at = 0
-    for name, count in zip(index.names, index.count, strict=True):
-        if count > 1 and not (are_unique and len(set(index.begin[at : at + count])) == count):
-            repeated |= _repeated_of(index, name, range(at, at + count))
-        at += count
-    return repeated
-
-
-def _repeated_of(index: ItemIndex, name: str, places: range) -> set[int]:
-    begins: set[tuple[int, ...]] = set()
-    known: dict[tuple[int, ...], tuple[int, int, int]] = {}
-    repeated = set()
-    for at in places:
-        begin, extent = index.shapes[index.begin[at]], index.shapes[index.extent[at]]
-        place = index.file[at], index.offset[at], index.length[at]
-        if begin in known:
-            repeated.add(at)
-        if known.setdefault(begin, place) != place:
-            _refuse(f"two places of a chunk of {name!r:.80}")
-        if begin and 0 not in extent:
-            if begin in begins:
-                _refuse(f"a duplicate chunk of {name!r:.80}")
-            begins.add(begin)
+    for name, (first, end) in zip(index.names, pairwise(index.first_places), strict=True):
+        count = end - first
+        if count < 2 or (are_unique and len(set(index.begin[first:end])) == count):
+            continue
+        known: dict[tuple[int, ...], tuple[int, int, int]] = {}
+        begins: set[tuple[int, ...]] = set()
+        for at in range(first, end):
+            begin, extent = index.shapes[index.begin[at]], index.shapes[index.extent[at]]
+            place = index.file[at], index.offset[at], index.length[at]
+            if begin in known:
+                repeated.add(at)
+            if known.setdefault(begin, place) != place:
+                _refuse(f"two places of a chunk of {name!r:.80}")
+            if begin and 0 not in extent:
+                if begin in begins:
+                    _refuse(f"a duplicate chunk of {name!r:.80}")
+                begins.add(begin)
     return repeated
 
 

@@ -29,7 +29,7 @@ from nostall._commit.index import (
     parsed,
 )
 from nostall._commit.manifest import DAMAGED_HINT, Manifest, index_alone
-from nostall._commit.metadata_pickle import HINT
+from nostall._commit.metadata_pickle import HINT, PROPERTIES
 from nostall.errors import UnknownMetadataError, UntrustedMetadataError
 
 Entries: TypeAlias = dict[str, TensorStorageMetadata | BytesStorageMetadata]
@@ -161,8 +161,7 @@ def _plain(properties: object) -> Properties:
         raise InvalidIndexError("properties of another class")
     state = properties.__getstate__()
     dtype, layout, requires_grad, memory_format, pin_memory, *more = state
-    kinds = tuple(map(type, (dtype, layout, requires_grad, memory_format, pin_memory)))
-    if kinds != (torch.dtype, torch.layout, bool, _torch.MemoryFormat, bool) or len(more) > 1:
+    if tuple(map(type, state[: len(PROPERTIES)])) != PROPERTIES or len(more) > 1:
         raise InvalidIndexError("properties of another form")
     stride = more[0] if more else None
     if stride is not None and not (
@@ -205,17 +204,22 @@ def read_index(stream: BinaryIO, *, path: str) -> tuple[ItemIndex, Manifest] | N
 
 
 def _made(plain: Properties, path: str) -> TensorProperties:
-    state = _state(plain)
-    if state is None:
+    try:
+        dtype = _DTYPES[plain.dtype]
+        layout = _torch.layout_called(f"torch.{plain.layout}")  # type: ignore[no-untyped-call]  # torch's
+        memory_format = _torch.MemoryFormat(plain.memory_format)
+    except (KeyError, ValueError):
         raise UnknownMetadataError(
             f"the metadata has tensors of {plain.dtype!r:.80} and {plain.layout!r:.80}, which torch"
             f" {torch.__version__} does not know",
             phase="read",
             path=path,
             hint=HINT,
-        )
+        ) from None
+    state = dtype, layout, plain.requires_grad, memory_format, plain.pin_memory
+    strides = () if plain.stride is None else (plain.stride,)
     properties: Any = object.__new__(TensorProperties)
-    properties.__setstate__(_torch.own_properties(state))
+    properties.__setstate__(_torch.own_properties((*state, *strides)))
     made: TensorProperties = properties
     return made
 
@@ -226,18 +230,6 @@ _DTYPES = {
     if type(value) is torch.dtype
 }
 """By name. ``getattr(torch, name)`` would import modules of torch for some names."""
-
-
-def _state(plain: Properties) -> tuple[Any, ...] | None:
-    """The state of properties, as in a pickle; ``None`` if this torch does not know a value."""
-    try:
-        dtype = _DTYPES[plain.dtype]
-        layout = _torch.layout_called(f"torch.{plain.layout}")  # type: ignore[no-untyped-call]  # torch's
-        memory_format = _torch.MemoryFormat(plain.memory_format)
-    except (KeyError, ValueError):
-        return None
-    state = dtype, layout, plain.requires_grad, memory_format, plain.pin_memory
-    return state if plain.stride is None else (*state, plain.stride)
 
 
 class Items:

@@ -16,6 +16,7 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import NoneType
 from typing import Any, BinaryIO, NamedTuple
 
@@ -72,7 +73,11 @@ def load_metadata(content: bytes, *, path: str) -> Metadata:
     if not isinstance(metadata, Metadata):
         raise _refused(f"the file holds a {type(metadata).__name__}", path)
     _require_entries(metadata, path)
-    return _with_plans_restored(metadata)
+    if isinstance(metadata.planner_data, dict) and PLANS_KEY in metadata.planner_data:
+        plans = LocalPlans.of_plain(metadata.planner_data.pop(PLANS_KEY))
+        if plans is not None and getattr(metadata, "all_local_plans", None) is None:
+            metadata.all_local_plans = plans  # type: ignore[attr-defined]  # see above
+    return metadata
 
 
 def _require_entries(metadata: Metadata, path: str) -> None:
@@ -101,28 +106,20 @@ def _require_tensor(fqn: Any, tensor: Mapping[str, Any], path: str) -> None:
         raise _refused(f"the tensor {fqn!r:.80} has a negative size or no properties", path)
     begins = set()
     for chunk in chunks:
-        begin, extent = _require_chunk(fqn, chunk, size, path)
+        place = vars(chunk) if type(chunk) is ChunkStorageMetadata else {}
+        begin, extent = place.get("offsets"), place.get("sizes")
+        if type(begin) is not torch.Size or type(extent) is not torch.Size:
+            raise _refused(f"a chunk of the tensor {fqn!r:.80} has no offsets or no sizes", path)
+        if not len(begin) == len(extent) == len(size):
+            raise _refused(f"a chunk of the tensor {fqn!r:.80} differs in dimensions", path)
+        for at, length, end in zip(begin, extent, size, strict=True):
+            if min(at, length) < 0 or at + length > end:
+                raise _refused(f"a chunk of the tensor {fqn!r:.80} lies outside of it", path)
         if not begin or 0 in extent:
             continue  # such chunks do not overlap, and every rank may have one
         if begin in begins:
             raise _refused(f"the tensor {fqn!r:.80} has a duplicate chunk", path)
         begins.add(begin)
-
-
-def _require_chunk(
-    fqn: Any, chunk: object, size: torch.Size, path: str
-) -> tuple[torch.Size, torch.Size]:
-    """The offsets and sizes of a chunk that lies inside of its tensor."""
-    place = vars(chunk) if type(chunk) is ChunkStorageMetadata else {}
-    begin, extent = place.get("offsets"), place.get("sizes")
-    if type(begin) is not torch.Size or type(extent) is not torch.Size:
-        raise _refused(f"a chunk of the tensor {fqn!r:.80} has no offsets or no sizes", path)
-    if not len(begin) == len(extent) == len(size):
-        raise _refused(f"a chunk of the tensor {fqn!r:.80} differs in dimensions", path)
-    for at, length, end in zip(begin, extent, size, strict=True):
-        if min(at, length) < 0 or at + length > end:
-            raise _refused(f"a chunk of the tensor {fqn!r:.80} lies outside of it", path)
-    return begin, extent
 
 
 def local_plans_in(metadata: Metadata | None) -> Sequence[SavePlan] | None:
@@ -171,11 +168,28 @@ def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
     storage_data = metadata.storage_data
     if not isinstance(storage_data, Mapping):
         raise _refused("storage_data is not a mapping", path)
-    entries = metadata.state_dict_metadata
-    files: dict[str, str | None] = {}
-    extents = sorted(
-        _extent(index, info, entries, files, path) for index, info in storage_data.items()
-    )
+    entries: Mapping[Any, Any] = metadata.state_dict_metadata
+    file_of = cache(_file_of)  # a file has many items
+    extents = []
+    for index, info in storage_data.items():
+        if type(index) is not MetadataIndex or type(getattr(index, "fqn", ())) not in NAMES:
+            raise _refused("storage_data has a key that is not an item", path)
+        name = getattr(info, "relative_path", None)
+        item = str(index.fqn)
+        file = file_of(name) if isinstance(name, str) else None
+        if file is None:
+            where = f"the file name {name!r:.200}" if isinstance(name, str) else "no file name"
+            raise _refused(f"item {item!r:.80} has {where}", path)
+        offset: Any = getattr(info, "offset", None)
+        length: Any = getattr(info, "length", None)
+        for value in (offset, length):
+            if not isinstance(value, int) or not 0 <= value <= MOST_NBYTES:
+                # Without the values: the text of an arbitrary object may have any length.
+                raise _refused(f"item {item!r:.80} has an impossible offset or length", path)
+        is_tensor = isinstance(entries.get(index.fqn), TensorStorageMetadata)
+        is_transformed = bool(getattr(info, "transform_descriptors", None))
+        extents.append(Extent(file, offset, length, item, is_tensor, is_transformed))
+    extents.sort()
     for one, other in itertools.pairwise(extents):
         if one.file == other.file and one.end > other.offset:
             raise _refused(
@@ -184,38 +198,9 @@ def extents_of(metadata: Metadata, *, path: str) -> list[Extent]:
     return extents
 
 
-def _extent(
-    index: Any, info: Any, entries: Mapping[Any, Any], files: dict[str, str | None], path: str
-) -> Extent:
-    if type(index) is not MetadataIndex or type(getattr(index, "fqn", ())) not in NAMES:
-        raise _refused("storage_data has a key that is not an item", path)
-    name = getattr(info, "relative_path", None)
-    offset: Any = getattr(info, "offset", None)
-    length: Any = getattr(info, "length", None)
-    item = str(index.fqn)
-    file = _file_of(name, files) if isinstance(name, str) else None
-    if file is None:
-        where = f"the file name {name!r:.200}" if isinstance(name, str) else "no file name"
-        raise _refused(f"item {item!r:.80} has {where}", path)
-    for value in (offset, length):
-        if not isinstance(value, int) or not 0 <= value <= MOST_NBYTES:
-            # Without the values: the text of an arbitrary object may have any length.
-            raise _refused(f"item {item!r:.80} has an impossible offset or length", path)
-    return Extent(
-        file,
-        offset,
-        length,
-        item,
-        isinstance(entries.get(index.fqn), TensorStorageMetadata),
-        bool(getattr(info, "transform_descriptors", None)),
-    )
-
-
-def _file_of(name: str, known: dict[str, str | None]) -> str | None:
-    """The normal form of a shard file's name; ``None`` if it is not one. A file has many items."""
-    if name not in known:
-        known[name] = os.path.normpath(name) if is_shard_name(name) else None
-    return known[name]
+def _file_of(name: str) -> str | None:
+    """The normal form of a shard file's name; ``None`` if it is not one."""
+    return os.path.normpath(name) if is_shard_name(name) else None
 
 
 def _refused(why: str, path: str) -> UntrustedMetadataError:
@@ -230,10 +215,8 @@ def referenced_files(content: bytes, *, path: str) -> set[str]:
     except UntrustedMetadataError:
         return set()
     infos = (metadata.storage_data or {}).values()
-    names = [getattr(info, "relative_path", None) for info in infos]
-    return {
-        os.path.normpath(name) for name in names if isinstance(name, str) and is_shard_name(name)
-    }
+    names = (getattr(info, "relative_path", None) for info in infos)
+    return set(filter(None, {_file_of(name) for name in names if isinstance(name, str)}))
 
 
 def extents_in(
@@ -249,23 +232,18 @@ def extents_in(
     """
     indexed = read_index(stream, path=path)
     try:
-        pickled, _ = split(_content_of(stream, path), path=path)
+        pickled, _ = split(read_metadata(stream, path), path=path)
         metadata = load_metadata(pickled, path=path)
         extents = _extents(metadata, path)
-    except (DamagedCheckpointError, UntrustedMetadataError) as error:
-        if not is_confirmed:
-            raise
-        return {}, error.message
+    except (DamagedCheckpointError, ReadError, UntrustedMetadataError) as error:
+        if is_confirmed:
+            return {}, error.message
+        if isinstance(error, ReadError):
+            raise UnknownMetadataError(error.message, phase="read", path=path) from error
+        raise
     if indexed is not None:
         _require_agreement(indexed[0], metadata, path)
     return extents, None
-
-
-def _content_of(stream: BinaryIO, path: str) -> bytes:
-    try:
-        return read_metadata(stream, path)
-    except ReadError as error:
-        raise UnknownMetadataError(error.message, phase="read", path=path) from error
 
 
 def _extents(metadata: Metadata, path: str) -> Mapping[str, list[Extent]]:
@@ -298,11 +276,3 @@ def _require_agreement(index: ItemIndex, metadata: Metadata, path: str) -> None:
             path=path,
             hint=DAMAGED_HINT,
         )
-
-
-def _with_plans_restored(metadata: Metadata) -> Metadata:
-    if isinstance(metadata.planner_data, dict) and PLANS_KEY in metadata.planner_data:
-        plans = LocalPlans.of_plain(metadata.planner_data.pop(PLANS_KEY))
-        if plans is not None and getattr(metadata, "all_local_plans", None) is None:
-            metadata.all_local_plans = plans  # type: ignore[attr-defined]  # see above
-    return metadata

@@ -138,7 +138,7 @@ class _Properties(metadata.TensorProperties):
     """Tensor properties until they have their state, perhaps one of another torch."""
 
     def __setstate__(self, state: Any) -> None:
-        if type(state) is not tuple or tuple(map(type, state[:5])) != _PROPERTIES:
+        if type(state) is not tuple or tuple(map(type, state[:5])) != PROPERTIES:
             _refuse("tensor properties of another form")
         own = _torch.own_properties(state)
         if own is None or not all(map(_is_plain, own[5:])):
@@ -147,7 +147,7 @@ class _Properties(metadata.TensorProperties):
         self.__class__ = metadata.TensorProperties  # type: ignore[assignment]  # as it was saved
 
 
-_PROPERTIES = (torch.dtype, torch.layout, bool, _torch.MemoryFormat, bool)
+PROPERTIES = (torch.dtype, torch.layout, bool, _torch.MemoryFormat, bool)
 """State of tensor properties in all versions of torch; newer ones append values."""
 
 
@@ -177,19 +177,17 @@ def _member(of: Any, name: Any) -> Any:
     ``getattr(class, name)``.
     """
     kind = of.original if type(of) is _StandIn else None
-    if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        kind = None
-    if kind is None or type(name) is not str or name not in kind.__members__:
+    members = kind.__members__ if isinstance(kind, type) and issubclass(kind, Enum) else {}
+    if type(name) is not str or name not in members:
         _refuse("an attribute that is not a member of an enumeration")
-    return kind[name]
+    return members[name]
 
 
 _CLASSES: Final = (
     *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.Metadata),
     *(metadata.MetadataIndex, metadata.StorageMeta, metadata.TensorStorageMetadata),
-    *(planner.SavePlan, planner.TensorWriteData, planner.WriteItem),
+    *(planner.SavePlan, planner.TensorWriteData, planner.BytesIOWriteData, planner.WriteItem),
     *(_torch.StorageInfo, _torch.StoragePrefix),
-    *filter(None, [getattr(planner, "BytesIOWriteData", None)]),  # not in older versions of torch
 )
 _ENUMERATIONS: Final = (_torch.MemoryFormat, planner.WriteItemType)
 _MEMBERS: Final = [(each, dict(vars(each))) for kind in _ENUMERATIONS for each in kind]

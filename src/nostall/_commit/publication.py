@@ -161,7 +161,7 @@ def publication_of(finished: Metadata) -> Publication:
     if isinstance(plans, LocalPlans | list):
         vars(twin).pop("all_local_plans")
         if isinstance(finished.planner_data, Mapping):
-            twin.planner_data = {**finished.planner_data, PLANS_KEY: LocalPlans.of(plans).plain}
+            twin.planner_data = {**finished.planner_data, PLANS_KEY: LocalPlans(plans).plain}
         else:
             vars(twin)["all_local_plans"] = list(plans)
     vars(twin).pop("storage_meta", None)
@@ -173,8 +173,7 @@ def publication_of(finished: Metadata) -> Publication:
                 if type(offsets) is type(sizes) is torch.Size:
                     chunk.offsets = memo.setdefault(offsets, offsets)
                     chunk.sizes = memo.setdefault(sizes, sizes)
-    if isinstance(twin.storage_data, StorageData):
-        twin.storage_data = made(parts_of(twin.storage_data), memo)
+    twin.storage_data = made(places, memo)
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, PROTOCOL)
     pickler.dispatch_table = {**copyreg.dispatch_table, **_REDUCED}
@@ -196,9 +195,7 @@ def _reduced(cls: type, state_of: Callable[[Any], Any]) -> Callable[[Any], tuple
 _REDUCED = {
     ChunkStorageMetadata: _reduced(ChunkStorageMetadata, vars),
     MetadataIndex: _reduced(MetadataIndex, vars),
-    _torch.StorageInfo: _reduced(
-        _torch.StorageInfo, getattr(_torch.StorageInfo, "__getstate__", vars)
-    ),
+    _torch.StorageInfo: _reduced(_torch.StorageInfo, _torch.StorageInfo.__getstate__),
 }
 """Reducers of the most frequent classes; ``object.__reduce_ex__`` takes three times as long."""
 
@@ -280,10 +277,9 @@ class KnownResults:
         last = self._published
         if last is None or list(map(token_of, outcomes)) != last.tokens:
             return None
-        now = _attributes(planned)  # the same objects: comparing their contents costs too much
-        if now.keys() != last.attributes.keys():
-            return None
-        if any(value is not last.attributes[name] for name, value in now.items()):
+        now, before = _attributes(planned), last.attributes
+        # The same objects: comparing their contents costs too much.
+        if now.keys() != before.keys() or any(now[name] is not before[name] for name in now):
             return None
         files = [name for each in outcomes if isinstance(each, OF_RESULTS) for name in each.files]
         publication = last.publication.renamed(dict(zip(last.files, files, strict=True)))

@@ -46,7 +46,7 @@ from nostall.removal import remove_checkpoint
 from nostall.stats import SaveStats
 
 if TYPE_CHECKING:
-    from nostall.tier import Promotion
+    from nostall._tier.promotions import Promotion
 
 T = TypeVar("T")
 
@@ -112,8 +112,8 @@ class StepDirectories:
 
     def committed(self) -> dict[int, float]:
         """The committed steps, in ascending order, and when each was committed."""
-        times = {step: self.committed_at_s(step) for step in self.listed()}
-        return {step: at_s for step, at_s in times.items() if at_s is not None}
+        times = ((step, self.committed_at_s(step)) for step in self.listed())
+        return {step: at_s for step, at_s in times if at_s is not None}
 
     def committed_at_s(self, step: int) -> float | None:
         """When a step was committed; ``None`` if it is not."""
@@ -251,21 +251,15 @@ def held(directory: str, *, to_remove: bool = False) -> Iterator[bool]:
 
     The processes of one machine see each other. True also where a file system has no locks.
     """
-    fd = None
-    with suppress(OSError):  # it no longer exists, which the caller notices itself
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    if fd is None:
-        yield True
-        return
-    try:
+    is_ours = True
+    with ExitStack() as opened:
         try:
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(os.close, fd)
             fcntl.flock(fd, (fcntl.LOCK_EX if to_remove else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-            is_ours = True
-        except OSError as error:
+        except OSError as error:  # or it no longer exists, which the caller notices itself
             is_ours = not isinstance(error, BlockingIOError)
         yield is_ours
-    finally:
-        os.close(fd)
 
 
 # --- the lock of a root ---------------------------------------------------------------------------

@@ -61,13 +61,12 @@ class Block:
             self.fd = memory_descriptor(f"{_MEMFD_PREFIX}{self.id}")
             self.close_descriptor = weakref.finalize(self, os.close, self.fd)
             self.close_descriptor.atexit = False
-        try:
-            with _refusals(self.nbytes):
+            try:
                 _reserve(self.fd, 0, self.nbytes)
                 self.memory = mmap.mmap(self.fd, self.nbytes)
-        except BaseException:  # an interrupt, too, must not leave memory behind
-            self.close_descriptor()
-            raise
+            except BaseException:  # an interrupt, too, must not leave memory behind
+                self.close_descriptor()
+                raise
         # A forked data loader must neither copy these pages nor keep them alive.
         self.memory.madvise(mmap.MADV_DONTFORK)
         self.prepared_views: Any = None

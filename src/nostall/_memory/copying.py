@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -20,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from nostall import _torch
-from nostall._memory.devices import DeviceCopy
+from nostall._memory.devices import begin_copies
 from nostall._memory.nontemporal import Copy, copy_past_caches
 from nostall._model.threads import work_together
 from nostall._model.values import TensorForm
@@ -62,8 +63,6 @@ def _copy_of_much() -> Copy:
 
 _on_cpu = attrgetter("is_cpu")
 
-_Piece = tuple[int, int, int]
-"""Address to copy to, address to copy from, bytes."""
 ViewSpec: TypeAlias = tuple[int, torch.dtype, Sequence[int], Sequence[int]]
 """Offset in memory in bytes, dtype, size, stride in elements."""
 
@@ -100,18 +99,18 @@ class CopyMethod:
     """Whether amounts larger than the caches may bypass them."""
 
 
-class Copies(list[DeviceCopy]):
-    """Copies from accelerators that have started."""
+class Copies(dict[torch.device, Any]):
+    """Copies from accelerators that have started: for each one, the event that follows them."""
 
     def precede_what_follows(self) -> None:
         """Make later work on the current streams wait for the copies; the host does not wait."""
-        for copy in self:
-            copy.precede_what_follows()
+        for device, copied in self.items():
+            torch.get_device_module(device).current_stream(device).wait_event(copied)
 
     def wait(self) -> None:
         """Return when all copies are complete."""
-        for copy in self:
-            copy.wait()
+        for copied in self.values():
+            copied.synchronize()
 
 
 _ODD = {torch.complex128, torch.float4_e2m1fn_x2}
@@ -159,7 +158,9 @@ class TargetViews:
                 for device, positions in by_device.items():
                     views = [self._views[position] for position in positions]
                     here = [sources[position] for position in positions]
-                    copies.append(DeviceCopy(device, views, here, (after or {}).get(device)))
+                    copied = begin_copies(device, views, here, (after or {}).get(device))
+                    if copied is not None:
+                        copies[device] = copied
                 rest = TargetViews([self._views[position] for position in from_cpu])
                 rest._fill_from_cpu([sources[position] for position in from_cpu], method)
             except BaseException:  # passed on; the caller releases the memory
@@ -168,7 +169,7 @@ class TargetViews:
         return copies
 
     def _fill_from_cpu(self, sources: Sequence[torch.Tensor], method: CopyMethod) -> None:
-        pieces: list[_Piece] = []
+        pieces: list[tuple[int, int, int]] = []  # addresses to copy to and from, and bytes
         to = list(self._small_views)
         of = [sources[position] for position in self._small]
         for position, address, nbytes in self._large:
@@ -192,12 +193,9 @@ class TargetViews:
         def work(number: int) -> None:
             if to and number == 0:
                 _torch.copy_each(to, [_as_copyable(each) for each in of] if self._any_odd else of)
-            while pieces:  # the other threads take from the same list
-                try:
-                    piece = pieces.pop()
-                except IndexError:  # another thread was faster
-                    return
-                copy(*piece)
+            with suppress(IndexError):  # none is left: the threads take from the same list
+                while True:
+                    copy(*pieces.pop())
 
         count = max(1, min(method.threads, len(pieces)))
         work_together(work, count, give_up=pieces.clear, name="nostall-copy")

@@ -32,8 +32,7 @@ def stream_marks(tensors: Sequence[torch.Tensor]) -> dict[torch.device, Any]:
     """For each accelerator with tensors, an event recorded on its current stream."""
     marks = {}
     for device in {tensor.device for tensor in tensors if not tensor.is_cpu}:
-        module = torch.get_device_module(device)
-        if hasattr(module, "Stream"):
+        if module := module_with_streams(device):
             marks[device] = module.current_stream(device).record_event()
     return marks
 
@@ -58,51 +57,36 @@ def on_devices(devices: Sequence[torch.device]) -> Iterator[None]:
         yield
 
 
-class DeviceCopy:
-    """Copies off one accelerator, issued to its side stream after the event ``after``.
+def begin_copies(
+    device: torch.device,
+    targets: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    after: Any,
+) -> Any | None:
+    """Issue copies off one accelerator to its side stream, after the event ``after``.
 
-    If ``after`` is ``None``, all work queued on the current stream precedes them. The sources must
-    live until :meth:`wait` has returned.
+    If that is ``None``, all work queued on the current stream precedes them. Returns the event that
+    follows them, until which the sources must live; ``None`` if they are made, as by a backend
+    without streams.
     """
-
-    def __init__(
-        self,
-        device: torch.device,
-        targets: Sequence[torch.Tensor],
-        sources: Sequence[torch.Tensor],
-        after: Any,
-    ) -> None:
-        self._module = torch.get_device_module(device)
-        self._device = device
-        self._made: Any = None
-        # A backend without streams copies in order, synchronously.
-        if not hasattr(self._module, "Stream"):
+    module = module_with_streams(device)
+    if module is None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        return None
+    stream = _side_stream(device)
+    if after is None:
+        stream.wait_stream(module.current_stream(device))
+    else:
+        stream.wait_event(after)
+    try:
+        with module.stream(stream):
             for target, source in zip(targets, sources, strict=True):
-                target.copy_(source)
-            return
-        stream = _side_stream(device)
-        if after is None:
-            stream.wait_stream(self._module.current_stream(device))
-        else:
-            stream.wait_event(after)
-        try:
-            with self._module.stream(stream):
-                for target, source in zip(targets, sources, strict=True):
-                    target.copy_(source, non_blocking=True)
-        except BaseException:  # an interrupt, too
-            stream.synchronize()  # the caller releases the memory
-            raise
-        self._made = stream.record_event()
-
-    def precede_what_follows(self) -> None:
-        """Order later work of the current stream after the copies; the host does not wait."""
-        if self._made is not None:
-            self._module.current_stream(self._device).wait_event(self._made)
-
-    def wait(self) -> None:
-        """Return when the copies are complete."""
-        if self._made is not None:
-            self._made.synchronize()
+                target.copy_(source, non_blocking=True)
+    except BaseException:  # an interrupt, too
+        stream.synchronize()  # the caller releases the memory
+        raise
+    return stream.record_event()
 
 
 @lru_cache(maxsize=64)

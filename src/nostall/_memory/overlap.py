@@ -137,7 +137,7 @@ class SnapshotFence:
                         f"an optimizer's step waited {self._timeout_s:g} s for the snapshot,"
                         " then continued without it"
                     )
-                    self._let_go()
+                    self._safe.set_result(None)
 
     def wait_awaited(self, timeout: float) -> None:
         """Return when a thread waits for this fence, or after ``timeout`` seconds."""
@@ -159,10 +159,6 @@ class SnapshotFence:
                     " or EngineOptions.save_timeout_s is too short",
                 )
             self._copies = copies
-            self._let_go()
-
-    def _let_go(self) -> None:
-        if not self._safe.done():
             self._safe.set_result(None)
 
     def close(self, changed: Callable[[], list[str]]) -> list[str]:
@@ -181,18 +177,18 @@ class SnapshotFence:
             return []
         return self.changed()
 
-    def end(self, error: BaseException | None = None) -> None:
-        """The snapshot is complete, or failed with this error; tensors may change."""
+    def fail(self, error: BaseException) -> None:
+        """The snapshot failed with this error; tensors may change."""
         ours = error if isinstance(error, NostallError) else None
         with self._lock:
-            if error is not None:
-                self.failure = StagingError(
-                    f"the staged copy cannot be used: {ours.message if ours else error}",
-                    phase="stage",
-                    hint=ours.hint if ours else None,
-                )
+            self.failure = StagingError(
+                f"the staged copy cannot be used: {ours.message if ours else error}",
+                phase="stage",
+                hint=ours.hint if ours else None,
+            )
             self._copies = Copies()
-            self._let_go()
+            if not self._safe.done():
+                self._safe.set_result(None)
 
     def enter(self) -> None:
         """Register the snapshot as in progress: optimizers' steps wait."""
@@ -234,12 +230,8 @@ def wait_staged(timeout: float | None = None) -> None:
     Raises:
         SaveTimeoutError: A snapshot is still being taken.
     """
-    deadline_s = None if timeout is None else time.monotonic() + timeout
-    _wait_for_all(
-        lambda fence: fence.wait(
-            None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-        )
-    )
+    deadline_s = time.monotonic() + (math.inf if timeout is None else timeout)
+    _wait_for_all(lambda fence: fence.wait(max(0.0, deadline_s - time.monotonic())))
 
 
 def _before_step(*_: object) -> None:
@@ -342,10 +334,9 @@ def stage_behind(
         try:
             made = take()
         except BaseException as error:  # reported to the waiting threads
-            fence.end(error)
+            fence.fail(error)
             done.set_exception(error)
         else:
-            fence.end()
             done.set_result(made)
         finally:
             fence.leave()

@@ -29,7 +29,6 @@ from nostall._memory.copying import TargetViews, views_of
 from nostall.errors import NostallError, StagingError
 
 _ALIGNMENT = 64
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
 
 Structure = tuple[tuple[str, int], ...]
 Placement = Mapping[str, tuple[int, int]]
@@ -101,12 +100,13 @@ def find_leaves(state_dict: Mapping[str, Any]) -> list[Leaf]:
     leaves: list[Leaf] = []
 
     def note(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
-        stride = _payload_stride(tensor.detach())
+        local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        stride = _payload_stride(local)
         if stride is not None:
-            leaves.append(Leaf(fqn=fqn, tensor=tensor.detach(), stride=stride))
+            leaves.append(Leaf(fqn=fqn, tensor=local, stride=stride))
         return tensor
 
-    _rebuild(state_dict, "", note, lambda _, value: value, lambda _, value, __: value)
+    _rebuild(state_dict, "", note, lambda _, value: value)
     return leaves
 
 
@@ -176,6 +176,8 @@ def _copied(
     remaining = iter(views)
 
     def place(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return _with_local(fqn, tensor, place(fqn, tensor.to_local()))
         if _payload_stride(tensor.detach()) is not None:
             copied = next(remaining)
         else:
@@ -183,13 +185,11 @@ def _copied(
         copied = _described(fqn, tensor, copied)
         return copied.requires_grad_() if tensor.requires_grad else copied
 
-    content: dict[str, Any] = _rebuild(state_dict, "", place, _private_copy, _with_local)
+    content: dict[str, Any] = _rebuild(state_dict, "", place, _private_copy)
     return content, TargetViews(views)
 
 
 def _private_copy(fqn: str, value: Any) -> Any:
-    if type(value) in _IMMUTABLE:
-        return value
     try:
         return _torch.private_copy(value)
     except Exception as error:  # of a user's object
@@ -220,19 +220,13 @@ def _rebuild(
     path: str,
     on_tensor: Callable[[str, torch.Tensor], torch.Tensor],
     on_object: Callable[[str, Any], Any],
-    on_dtensor: Callable[[str, DTensor, torch.Tensor], Any],
 ) -> Any:
-    """Copy what DCP flattens; call back with the flattened names of local tensors and objects.
-
-    ``on_dtensor`` also gets what ``on_tensor`` has returned for the local tensor.
-    """
+    """Copy what DCP flattens; call back with the flattened names of tensors and objects."""
 
     def inner(key: object, element: Any) -> Any:
         name = f"{path}.{key}" if path else str(key)
-        return _rebuild(element, name, on_tensor, on_object, on_dtensor)
+        return _rebuild(element, name, on_tensor, on_object)
 
-    if isinstance(value, DTensor):
-        return on_dtensor(path, value, on_tensor(path, value.to_local()))
     if isinstance(value, _torch.ShardedTensor):
         return _torch.with_other_shards(
             value, lambda number, shard: on_tensor(f"{path}#{number}", shard)

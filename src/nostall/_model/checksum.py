@@ -33,10 +33,8 @@ _HASH_STEP = 0x9E3779B9
 _CRC = struct.Struct("<I")
 _ID = struct.Struct(f"{ID_DIGITS}s")
 
-Crc32 = Callable[..., int]
+crc32: Callable[..., int] = zlib.crc32
 """Arguments: the bytes, and optionally the CRC-32 of the bytes before them."""
-
-crc32: Crc32 = zlib.crc32
 
 
 def use_fastest() -> str | None:
@@ -103,15 +101,6 @@ class Sealer:
 
     A job may have tens of thousands of containers, so calls and copies are avoided here.
     """
-
-    __slots__ = (
-        "_fields_at",
-        "_hash_before",
-        "_id_names_crc",
-        "_steps",
-        "payload_nbytes",
-        "payload_offset",
-    )
 
     def __init__(self, payload_offset: int, payload_nbytes: int, seal: Seal) -> None:
         self.payload_offset, self.payload_nbytes = payload_offset, payload_nbytes

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from weakref import WeakValueDictionary
+from weakref import WeakSet
 
 # --- saves ----------------------------------------------------------------------------------------
 
@@ -140,41 +140,25 @@ class Progress:
 
 
 class SavesInProgress:
-    """The saves of one engine, held by weak references; thread-safe."""
+    """The saves of one engine, held by weak references; and by the writer process's handle."""
 
     def __init__(self) -> None:
-        self._by_job: WeakValueDictionary[str, Progress] = WeakValueDictionary()
+        self._saves: WeakSet[Progress] = WeakSet()
         self._lock = threading.Lock()
 
-    def begin(self, job: str, *, path: str, rank: int) -> Progress:
+    def begin(self, *, path: str, rank: int) -> Progress:
         """Add a save."""
         progress = Progress(path=path, rank=rank)
         with self._lock:
-            self._by_job[job] = progress
+            self._saves.add(progress)
         return progress
-
-    def created(self, part: str, path: str) -> None:
-        """Record a file that a writer process has created.
-
-        Ignored for a save that no longer exists: the writer process removes the file.
-        """
-        progress = self._by_job.get(part.partition("/")[0])
-        if progress is not None:
-            progress.created.add(path)
-
-    def wrote(self, part: str, nbytes: int) -> None:
-        """Record a writer process's progress; ignored for a save that no longer exists."""
-        progress = self._by_job.get(part.partition("/")[0])
-        if progress is not None:
-            progress.wrote(part, nbytes)
 
     def statuses(self) -> tuple[SaveStatus, ...]:
         """The saves that have not ended, oldest first."""
         with self._lock:
-            known = list(self._by_job.values())
-        found = [progress.status() for progress in known]
-        there = [status for status in found if status is not None]
-        return tuple(sorted(there, key=lambda status: -status.seconds))
+            known = list(self._saves)
+        found = [status for each in known if (status := each.status()) is not None]
+        return tuple(sorted(found, key=lambda status: -status.seconds))
 
 
 # --- loads ----------------------------------------------------------------------------------------

@@ -185,13 +185,12 @@ def spawn(
     return thread
 
 
-def spawn_or_run(name: str, work: Callable[[], object]) -> threading.Thread | None:
+def spawn_or_run(name: str, work: Callable[[], object]) -> None:
     """Run ``work`` on a new daemon thread, or here if none can be started, as at exit."""
     try:
-        return spawn(name, work)
+        spawn(name, work)
     except RuntimeError:
         work()
-        return None
 
 
 def work_together(

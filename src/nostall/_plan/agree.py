@@ -196,23 +196,20 @@ def _decide_centrally(
     failures = {
         rank: plan for rank, plan in enumerate(gathered) if not isinstance(plan, CompactPlan)
     }
-    made = None
-    validated = False
+    save = SaveId(new_series(), 0)
     if not failures:
         try:
-            before = None if cache is None else cache.all_plans
-            validated = before is not None and len(before) == len(plans)
-            validated = validated and all(map(same_plan, before or (), plans))
+            before = [] if cache is None else cache.all_plans or []
+            validated = len(before) == len(plans) and all(map(same_plan, before, plans))
             made = global_plan_of(plans, writer, planner)
+            return [
+                _FinalPlan(save=save, final=final, validated=validated, failures={})
+                for final in made.final
+            ], made
         except Exception as error:  # sent to every rank
             failures = {coordination.rank: sendable(_torch.wrap_exception(error))}
-    save = SaveId(new_series(), 0)
-    if made is None:
-        refusal = _FinalPlan(save=save, final=None, validated=False, failures=failures)
-        return [refusal] * coordination.world_size, None
-    return [
-        _FinalPlan(save=save, final=final, validated=validated, failures={}) for final in made.final
-    ], made
+    refusal = _FinalPlan(save=save, final=None, validated=False, failures=failures)
+    return [refusal] * coordination.world_size, None
 
 
 def new_series() -> int:
@@ -263,7 +260,7 @@ def _agreed_loaded_plans(
     cache.last_save = SaveId(series, 0)
     cache.verified_loaded = agreed
     cache.loaded_all_plans = None  # compared once
-    return LocalPlans.of(loaded).plans if agreed and loaded is not None else None
+    return LocalPlans(loaded).plans if agreed and loaded is not None else None
 
 
 def _keep(

@@ -32,8 +32,11 @@ part of, under the key with which DCP's Hugging Face reader looks for it.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import struct
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,16 +49,15 @@ from nostall.errors import NostallError
 
 # --- containers of ``torch.save`` -----------------------------------------------------------------
 
-_DIRECTORY_ENTRY = struct.Struct("<4s6H3L5H2L")
-_END = struct.Struct("<4s4H2LH")
-_ZIP64_END = struct.Struct("<4sQ2H2L4Q")
-_ZIP64_LOCATOR_NBYTES = 20
 _LOCAL_HEADER_NBYTES = 30
+_DIRECTORY_ENTRY_NBYTES = 46
+_LENGTHS = struct.Struct("<2H")
+"""Lengths of name and extra field, at the end of a local header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    name: bytes
+    name: str
     nbytes: int
     crc32: int
     data_at: int
@@ -75,11 +77,11 @@ def with_seal(container: Container, *, checksums: bool) -> Container:
     prefix, payload_nbytes, suffix = container.prefix, container.payload_nbytes, container.suffix
     if not checksums or not payload_nbytes:
         return container
-    records = list(_records(prefix, payload_nbytes, suffix))
-    payload = next(i for i, r in enumerate(records) if r.name.endswith(b"/data/0"))
+    records = list(_records(container))
+    payload = next(i for i, r in enumerate(records) if r.name.endswith("/data/0"))
     identifier = records[-1]
     if (
-        not identifier.name.endswith(b"/.data/serialization_id")
+        not identifier.name.endswith("/.data/serialization_id")
         or identifier.nbytes != 2 * ID_DIGITS
     ):
         raise NostallError(
@@ -108,54 +110,41 @@ def with_seal(container: Container, *, checksums: bool) -> Container:
     return replace(container, seal=seal)
 
 
-def _records(prefix: bytes, payload_nbytes: int, suffix: bytes) -> Iterator[_Record]:
+class _WithoutPayload(io.BytesIO):
+    """A container to read from; nobody reads its payload, which is not known."""
+
+    def __init__(self, container: Container) -> None:
+        super().__init__(container.prefix + container.suffix)
+        self._payload_at = len(container.prefix)
+        self._payload_nbytes = container.payload_nbytes
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_SET and offset > self._payload_at:
+            offset -= self._payload_nbytes
+        super().seek(offset, whence)
+        return self.tell()
+
+    def tell(self) -> int:
+        at = super().tell()
+        return at + self._payload_nbytes if at > self._payload_at else at
+
+
+def _records(container: Container) -> Iterator[_Record]:
     """The archive's records in file order, from the central directory at its end."""
-    hole = (len(prefix), len(prefix) + payload_nbytes)
-
-    def read(at: int, nbytes: int) -> bytes:
-        if at + nbytes <= hole[0]:
-            return prefix[at : at + nbytes]
-        return suffix[at - hole[1] : at - hole[1] + nbytes]
-
-    total = hole[1] + len(suffix)
-    end = _END.unpack(suffix[-_END.size :])
-    count, at = end[4], end[6]
-    if at == 0xFFFFFFFF or suffix[-_END.size - _ZIP64_LOCATOR_NBYTES :][:4] == b"PK\x06\x07":
-        zip64_at = total - _END.size - _ZIP64_LOCATOR_NBYTES - _ZIP64_END.size
-        zip64 = _ZIP64_END.unpack(read(zip64_at, _ZIP64_END.size))
-        count, at = zip64[7], zip64[9]
-    for _ in range(count):
-        entry = _DIRECTORY_ENTRY.unpack(read(at, _DIRECTORY_ENTRY.size))
-        name_nbytes, extra_nbytes, comment_nbytes = entry[10:13]
-        name = read(at + _DIRECTORY_ENTRY.size, name_nbytes)
-        extra = read(at + _DIRECTORY_ENTRY.size + name_nbytes, extra_nbytes)
-        nbytes, header_at = _sizes(entry[9], entry[8], entry[16], extra)
-        local = struct.unpack("<2H", read(header_at + _LOCAL_HEADER_NBYTES - 4, 4))
-        yield _Record(
-            name=name,
-            nbytes=nbytes,
-            crc32=entry[7],
-            data_at=header_at + _LOCAL_HEADER_NBYTES + sum(local),
-            directory_crc_at=at + 16,
-        )
-        at += _DIRECTORY_ENTRY.size + name_nbytes + extra_nbytes + comment_nbytes
-
-
-def _sizes(nbytes: int, stored_nbytes: int, header_at: int, extra: bytes) -> tuple[int, int]:
-    """Record length and header offset; from the zip64 extra field if they exceed 32 bits."""
-    at = 0
-    while at + 4 <= len(extra):
-        tag, length = struct.unpack_from("<2H", extra, at)
-        if tag == 1:
-            wide = list(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
-            if nbytes == 0xFFFFFFFF:
-                nbytes = wide.pop(0)
-            if stored_nbytes == 0xFFFFFFFF:
-                wide.pop(0)
-            if header_at == 0xFFFFFFFF:
-                header_at = wide.pop(0)
-        at += 4 + length
-    return nbytes, header_at
+    with _WithoutPayload(container) as stream, zipfile.ZipFile(stream) as archive:
+        at = archive.start_dir
+        for entry in archive.infolist():
+            stream.seek(entry.header_offset + _LOCAL_HEADER_NBYTES - _LENGTHS.size)
+            name_and_extra = _LENGTHS.unpack(stream.read(_LENGTHS.size))
+            yield _Record(
+                name=entry.filename,
+                nbytes=entry.file_size,
+                crc32=entry.CRC,
+                data_at=entry.header_offset + _LOCAL_HEADER_NBYTES + sum(name_and_extra),
+                directory_crc_at=at + 16,
+            )
+            at += _DIRECTORY_ENTRY_NBYTES + len(entry.filename) + len(entry.extra)
+            at += len(entry.comment)
 
 
 # --- files of safetensors -------------------------------------------------------------------------
@@ -202,7 +191,11 @@ def entry_of(
     ``torch.``; ``offsets`` is where the tensor begins in the one that it is a part of.
     """
     named = DTYPES.get(dtype)
-    if named is None or not _is_name(name):
+    if named is None or type(name) is not str or name == _RESERVED:
+        return None
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # an unpaired surrogate
         return None
     sizes = tuple(shape)
     if named == "F4":  # of which torch counts pairs
@@ -210,16 +203,6 @@ def entry_of(
             return None
         sizes = (*sizes[:-1], 2 * sizes[-1])
     return TensorEntry(name=name, dtype=named, shape=sizes, offsets=tuple(offsets))
-
-
-def _is_name(name: object) -> bool:
-    if type(name) is not str or name == _RESERVED:
-        return False
-    try:
-        name.encode()
-    except UnicodeEncodeError:  # an unpaired surrogate
-        return False
-    return True
 
 
 def order_of(entry: TensorEntry) -> tuple[int, str]:

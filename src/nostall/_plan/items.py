@@ -17,7 +17,7 @@ import io
 import math
 import os
 from functools import lru_cache
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -171,32 +171,20 @@ def _run(item: WriteItem, content: bytes, *, weight: int) -> _Item:
 # --- the file form of a tensor, without the payload -----------------------------------------------
 
 
-class _Skeleton(io.RawIOBase):
-    """Receives a container without its payload: keeps the written parts and the one gap."""
+class _Skeleton(io.BytesIO):
+    """Receives a container without its payload, over which ``torch.save`` seeks."""
 
-    def __init__(self) -> None:
-        self.parts: list[bytearray] = [bytearray()]
-        self.gap_nbytes = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def write(self, piece: Any) -> int:
-        self.parts[-1] += piece
-        return len(piece)
+    payload_at = payload_nbytes = 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence != os.SEEK_CUR or len(self.parts) > 1:
+        if whence != os.SEEK_CUR or self.payload_nbytes:
             raise io.UnsupportedOperation("only one relative seek, over the payload, is expected")
-        self.gap_nbytes = offset
-        self.parts.append(bytearray())
+        if offset:
+            self.payload_at, self.payload_nbytes = self.tell(), offset
         return self.tell()
 
     def tell(self) -> int:
-        return sum(map(len, self.parts)) + self.gap_nbytes
+        return super().tell() + self.payload_nbytes
 
 
 def container_skeleton(
@@ -207,8 +195,8 @@ def container_skeleton(
     stand_in = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
     skeleton = _Skeleton()
     with torch.serialization.skip_data():
-        torch.save(stand_in, cast("IO[bytes]", skeleton))
-    before, after = skeleton.parts if skeleton.gap_nbytes else (b"", b"".join(skeleton.parts))
+        torch.save(stand_in, skeleton)
+    content, at = skeleton.getvalue(), skeleton.payload_at
     return Container(
-        prefix=bytes(before), payload_nbytes=skeleton.gap_nbytes, suffix=bytes(after), seal=None
+        prefix=content[:at], payload_nbytes=skeleton.payload_nbytes, suffix=content[at:], seal=None
     )

@@ -78,8 +78,9 @@ def vouch_for(
     Call it once per process, before the first save. It is a promise about exactly this class: its
     plan depends on nothing but the attributes of the planner that are ``bool``, ``int`` or ``str``,
     and on names, types, shapes, strides, dtypes and devices in the state dict; and an item's value
-    is a tensor of the state dict, or what ``serialize`` returns. The second save of a structure in
-    a row is compared with the first; later ones call no method of the planner.
+    is a tensor of the state dict, or what ``serialize`` returns. All ranks plan the first two saves
+    of a structure in a row, and compare them; each plans the third alone; later ones call no method
+    of the planner.
 
     Args:
         planner: The class, or where its module is not to be imported yet its name, as in
@@ -138,7 +139,7 @@ def serialized(value: Any) -> bytes:
     elif kind is int:
         length = value.bit_length()
     if kind in _SCALARS and length <= _LONGEST_KEPT:
-        return _serialize_scalar(kind.__name__, repr(value), value)
+        return _serialize_scalar(repr(value), value)
     return _saved(value)
 
 
@@ -148,7 +149,7 @@ _LONGEST_KEPT = 256
 
 
 @lru_cache(maxsize=4096)
-def _serialize_scalar(_kind: str, _text: str, value: Any) -> bytes:
+def _serialize_scalar(_text: str, value: Any) -> bytes:
     # The key has more than the value, because 1 == 1.0 == True and 0.0 == -0.0.
     return _saved(value)
 

@@ -31,14 +31,12 @@ from nostall._ranks.group import are_same_ranks, coordination_for
 from nostall._save.early_commit import EarlyCommit
 from nostall._save.split_save import BackgroundSave, SplitSave
 from nostall.errors import OptionError, RankMismatchError, SaveTimeoutError
-from nostall.options import EngineOptions
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _COMMITS: list[Callable[..., Any]] = []
 """Functions marked by :func:`commits`."""
 _COMMIT_ARGUMENTS = 3
-_LEGACY_CPU_PRIORITY = 10
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -136,20 +134,19 @@ class AsyncRequest(NamedTuple):
                 exception instead.
         """
         native = self.async_fn if isinstance(self.async_fn, BackgroundSave) else None
-        error: Exception | None = None
+        failure: Failure | None = None
         try:
             if self.async_fn is not None:
                 self.async_fn(*self.loaded_args(), **(self.async_fn_kwargs or {}))
-        except Exception as raised:  # raised below, as the other ranks wait in a collective
-            error = raised
+        except Exception as error:  # the other ranks wait in a collective
+            if native is None and coordination_for(None).world_size == 1:
+                raise
+            failure = failure_of(error, phase="write")
             if native is not None:
-                native.fail(raised, phase="stage")
+                native.fail(error, phase="stage")
         coordination = coordination_for(None)
-        if error is not None and native is None and coordination.world_size == 1:
-            raise error
-        failure = failure_of(error, phase="write") if error is not None else None
-        if native is not None and native.failure() is not None:
-            failure = native.failure()
+        if native is not None:
+            failure = native.failure() or failure
         if coordination.maximum([int(failure is not None)]) != [0]:
             if native is not None:
                 native.discard()
@@ -304,25 +301,19 @@ class AsyncCaller(ABC):
         except BaseException as error:  # of the user's functions, or an interrupt
             # A call that cannot be pickled fails on every rank, so each raises at once.
             if phase == "serialise" or not isinstance(error, Exception):
-                self._forget(call, error)
+                # Its caller never gets its index.
+                self.take_over(call)
+                if call.native is not None:
+                    call.native.abort(failure_of(error, phase="start"))
+                    call.discard()
                 raise
             # Other ranks wait for this one; all of them raise when finalising.
-            self._fail(call, error, phase=phase)
+            failure = failure_of(error, phase=phase)
+            if call.native is not None:
+                call.native.fail(error, phase=phase)
+                failure = call.native.failed(error, phase=phase).failure
+            call.settle(failure)
         return call
-
-    def _forget(self, call: Call, interrupt: BaseException) -> None:
-        """Discard a request whose scheduling was interrupted: its caller never gets its index."""
-        self.take_over(call)
-        if call.native is not None:
-            call.native.abort(failure_of(interrupt, phase="start"))
-            call.discard()
-
-    def _fail(self, call: Call, error: Exception, *, phase: str) -> None:
-        failure = failure_of(error, phase=phase)
-        if call.native is not None:
-            call.native.fail(error, phase=phase)
-            failure = call.native.failed(error, phase=phase).failure
-        call.settle(failure)
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """Whether the oldest request is done, on every rank; collective unless ``no_dist``.
@@ -412,15 +403,8 @@ class AsyncCaller(ABC):
 
 
 def asked_priority(cpu_priority: int) -> int | None:
-    """The requested niceness; ``None`` for the default in the established signature."""
-    return None if cpu_priority == _LEGACY_CPU_PRIORITY else cpu_priority
-
-
-def require_possible(cpu_priority: int, io_priority: int | None, sigterm_timeout: float) -> None:
-    """Raise ``OptionError`` for values that would otherwise fail when a process is started."""
-    EngineOptions(cpu_priority=cpu_priority, io_priority=io_priority)
-    if not sigterm_timeout > 0:
-        raise OptionError(f"invalid sigterm_timeout={sigterm_timeout}", hint="use seconds > 0")
+    """The requested niceness; ``None`` for 10, the default in the established signature."""
+    return None if cpu_priority == 10 else cpu_priority
 
 
 class PersistentAsyncCaller(AsyncCaller):

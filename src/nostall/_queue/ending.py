@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("nostall")
 
-FAILURE_STATUS = 1
 LEAVING_S = 5.0
 """Longest time by which another rank may exit with an exception later than this one."""
 _LOOK_AGAIN_S = 0.02
@@ -158,16 +157,9 @@ def finalize_call(call: Call, coordination: Coordination, agreed: View, *, no_di
         _raise_failure(call, coordination, no_dist=no_dist)
     if agreed.committed and call.early is not None:
         call.early.note_committed(agreed.committed)
-    error: BaseException | None = None
-    try:
+    sharing = together(coordination) if agreed.shares and not no_dist else nullcontext()
+    with sharing:
         call.request.execute_finalize_fns(validate_matching_call_idx=False)
-    except (Exception, CheckpointException, SystemExit) as raised:  # of user's functions
-        error = raised  # after an interrupt this rank joins no collective
-    if agreed.shares and not no_dist:
-        timeout_s = default_engine().options.save_timeout_s + PATIENCE_S
-        share_failure(error, coordination, timeout_s=timeout_s)
-    elif error is not None:
-        raise error
 
 
 @contextmanager
@@ -177,11 +169,11 @@ def together(coordination: Coordination) -> Iterator[None]:
     Another rank's exception is a ``CheckpointException`` here. ``RankLostError`` if another rank
     has ended; ``SaveTimeoutError`` if its block has not.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         yield
-    except Exception as error:  # raised below, as the other ranks wait there
-        failure = error
+    except (Exception, CheckpointException, SystemExit) as error:  # also of user's functions
+        failure = error  # raised below; after an interrupt this rank joins no collective
     timeout_s = default_engine().options.save_timeout_s + PATIENCE_S
     share_failure(failure, coordination, timeout_s=timeout_s)
 
@@ -248,9 +240,8 @@ def abort_all() -> None:
         live.close(abort=True)
 
 
-def abort_nvrx_checkpoint() -> None:
-    """:func:`abort_all`, under the name that frameworks use."""
-    abort_all()
+abort_nvrx_checkpoint = abort_all
+""":func:`abort_all`, under the name that frameworks use."""
 
 
 @contextmanager
@@ -386,7 +377,7 @@ def _complete(queue: AsyncCallsQueue, deadline_s: float) -> str:
 
 def end_with_a_loss() -> None:
     """End with status 1, or that of SIGTERM if the signal has arrived."""
-    end_process(STATUS if preemption.asked else FAILURE_STATUS)
+    end_process(STATUS if preemption.asked else 1)
 
 
 def end_process(status: int) -> None:
@@ -394,10 +385,8 @@ def end_process(status: int) -> None:
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]  # what Python would run next
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(AttributeError, OSError, ValueError):  # closed or missing
             stream.flush()
-        except (AttributeError, OSError, ValueError):
-            continue  # closed or missing
     os._exit(status)
 
 

@@ -134,8 +134,8 @@ class PythonWorker(ChildProcess[Outcome]):
         deadline_s = time.monotonic() + _DRAIN_TIMEOUT_S
         if abort or not all(is_done(each, deadline_s - time.monotonic()) for each in unfinished):
             self.terminate("the request was aborted", kill_after_s=self._sigterm_timeout_s)
-            return
-        self.close(kill_after_s=self._sigterm_timeout_s)
+        else:
+            self.close(kill_after_s=self._sigterm_timeout_s)
 
 
 def serve(socket_fd: int, parent_pid: int) -> None:

@@ -39,7 +39,7 @@ class View(NamedTuple):
     committing: bool
     """The request's save is being committed early. On the coordinator only."""
     committed: int
-    """0, or one more than the slowest rank of a save that is committed. On the coordinator only."""
+    """0; of a committed save, one more than its slowest rank. On the coordinator only."""
     save: int
     """Identifies a save that is committed early; 0 for none."""
     shares: bool

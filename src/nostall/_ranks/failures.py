@@ -14,20 +14,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from nostall import _torch, errors
 from nostall._model.jobs import Failure, FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.threads import is_done
 from nostall._ranks.group import Coordination
-from nostall.errors import (
-    NostallError,
-    NotDurableError,
-    ReadError,
-    SaveError,
-    WriteError,
-    WriterDiedError,
-)
+from nostall.errors import NostallError, SaveError, WriterDiedError
 
 T = TypeVar("T")
 
@@ -92,21 +85,18 @@ _ERROR_KINDS: dict[str, type[NostallError]] = {
 def error_of(report: RankFailed, *, job: str | None = None) -> NostallError:
     """The exception for a failed rank's report."""
     failure = report.failure
-    kind = _ERROR_KINDS.get(failure.kind, SaveError)
-    own: dict[str, Any] = {}
-    if issubclass(kind, WriteError | NotDurableError | ReadError):
-        own["errno"] = failure.errno
-    elif issubclass(kind, WriterDiedError):
-        own["exit_code"] = failure.exit_code
-    error = kind(
+    error = _ERROR_KINDS.get(failure.kind, SaveError)(
         failure.message,
         rank=report.rank,
         phase=failure.phase,
         path=failure.path,
         job=job,
         hint=failure.hint,
-        **own,
     )
+    if isinstance(error, OSError):
+        error.errno = failure.errno
+    elif isinstance(error, WriterDiedError):
+        error.exit_code = failure.exit_code
     if failure.traceback:
         # What add_note() does, which Python 3.10 lacks; pickling would lose a cause.
         vars(error)["__notes__"] = [f"Where it happened:\n{failure.traceback.rstrip()}"]

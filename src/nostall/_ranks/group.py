@@ -163,8 +163,7 @@ class TorchGroup(Coordination):
         if store is None:
             return {}
         found = {}
-        for rank in range(self.world_size):
-            everywhere = rank if self._group is None else dist.get_global_rank(self._group, rank)
+        for rank, everywhere in enumerate(dist.get_process_group_ranks(self._group)):
             key = f"{_KEY}{topic}/{everywhere}"
             try:
                 found[rank] = int(store.get(key)) if store.check([key]) else 0

@@ -29,7 +29,7 @@ from nostall._model.progress import ReadCounter
 from nostall._model.threads import uninterrupted
 from nostall._read.plan import Form, Wanted
 from nostall._storage.damage import ChecksumMissing, NoArchive, damage_of_container, is_to_blame
-from nostall._storage.port import PartStream, ReadableFiles
+from nostall._storage.port import ReadableFiles
 from nostall.errors import DamagedCheckpointError, ReadError, UntrustedObjectError
 
 HEAD_NBYTES = 4096
@@ -95,10 +95,6 @@ class OpenFile:
         self._counter.add(nbytes)
         return nbytes
 
-    def archive(self, wanted: Wanted) -> BinaryIO:
-        """The archive of an item, as a stream."""
-        return PartStream(self, wanted.offset, wanted.nbytes)
-
     def damaged(self, what: str, items: Sequence[Wanted]) -> DamagedCheckpointError:
         """The error for damage to items of this file; names the first of them."""
         return DamagedCheckpointError(
@@ -118,8 +114,8 @@ class Unusual(Exception):  # an answer, not an error
     """Not an archive of one plain tensor; ``torch.load`` may understand it."""
 
 
-class Contradictory(Exception):  # a finding; the reader makes an error of it
-    """An archive of a tensor that has fewer values than its shape needs."""
+class Broken(Exception):  # a finding; the reader makes an error of it
+    """Not an archive that ``torch.save`` makes, or one of too few values."""
 
 
 class Archives:
@@ -152,7 +148,7 @@ class Archives:
         if form is None:
             try:
                 form = _parsed(archive(), wanted.nbytes)
-            except Contradictory as error:
+            except Broken as error:
                 raise file.damaged(f"an item is damaged: {error}", [wanted]) from error
             except (OSError, MemoryError):
                 raise
@@ -249,8 +245,8 @@ def _require_inside(shape: Sequence[int], file: OpenFile, wanted: Wanted) -> Non
 def _parsed(stream: BinaryIO, nbytes: int) -> Form:
     """The form of an archive of this length.
 
-    Raises :class:`Contradictory` if it has too few values, ``OSError`` if it cannot be read, and
-    anything else, such as :class:`Unusual`, if it is not an archive of one plain tensor.
+    Raises :class:`Broken` if it has too few values, ``OSError`` if it cannot be read, and anything
+    else, such as :class:`Unusual`, if it is not an archive of one plain tensor.
     """
     with zipfile.ZipFile(stream) as archive:
         records = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
@@ -270,8 +266,7 @@ def _parsed(stream: BinaryIO, nbytes: int) -> Form:
     unpickler = _Unpickler(io.BytesIO(content))
     plain = unpickler.load()
     if values.file_size < unpickler.stored_nbytes:  # torch 2.9 would read past their end
-        what = f"its values have {values.file_size} bytes, not {unpickler.stored_nbytes}"
-        raise Contradictory(what)
+        raise Broken(f"its values have {values.file_size} bytes, not {unpickler.stored_nbytes}")
     if (
         type(plain) is not torch.Tensor
         or not plain.is_contiguous()
@@ -281,14 +276,12 @@ def _parsed(stream: BinaryIO, nbytes: int) -> Form:
     ):
         raise Unusual
     stream.seek(values.header_offset)
-    header = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
-    flags, name_nbytes, extra_nbytes = header
+    flags, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
     begin = values.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
     needed = plain.nbytes
     if values.file_size < needed or begin + values.file_size > nbytes:
         # Older versions of torch make up the rest.
-        what = f"its values have {values.file_size} bytes, its shape needs {needed}"
-        raise Contradictory(what)
+        raise Broken(f"its values have {values.file_size} bytes, its shape needs {needed}")
     has_descriptor = flags & _HAS_DESCRIPTOR and begin + needed + DESCRIPTOR.size <= nbytes
     if values.file_size > needed or (needed and not has_descriptor):
         raise Unusual
@@ -336,10 +329,6 @@ _ENVIRONMENT_HINT = (
     "its bytes do not seem to be damaged: make the modules of the program that saved it importable"
     " here, in the same versions"
 )
-
-
-class Broken(Exception):  # a finding; the reader makes an error of it
-    """Not an archive as ``torch.save`` makes it."""
 
 
 _OF_BYTES = (Broken, pickle.UnpicklingError, RuntimeError)

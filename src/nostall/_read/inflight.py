@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from typing_extensions import Self
 
 from nostall._model.progress import ReadCounter
-from nostall._model.threads import interruptible, uninterrupted
+from nostall._model.threads import interruptible, spawn, uninterrupted
 from nostall._read.archives import OpenFile
 from nostall._read.plan import Wanted
 from nostall._storage.port import ReadableFiles
@@ -75,12 +75,9 @@ class Workers:
         if len(self._started) < self.threads:
             # A daemon: Ctrl-C between two lines of the caller can keep the context from being
             # ended, and the interpreter's exit would wait for a thread that waits for a task.
-            name = f"nostall-read_{len(self._started)}"
-            thread = Thread(target=self._work, name=name, daemon=True)
             try:
                 with uninterrupted():
-                    thread.start()
-                    self._started.append(thread)
+                    self._started.append(spawn(f"nostall-read_{len(self._started)}", self._work))
             except RuntimeError as error:
                 if not self._started:
                     raise ReadError(

@@ -156,14 +156,13 @@ _MOST_PARTS = 256
 """Parts of one tensor that are compared in pairs; more count as sharing memory."""
 
 
-def without_gradient(target: torch.Tensor) -> torch.Tensor:
-    """The tensor, as one that can be overwritten."""
-    is_so = type(target) is torch.Tensor and not target.requires_grad
-    return target if is_so else target.detach()
+def usable(target: torch.Tensor, wanted: Wanted) -> torch.Tensor:
+    """A planner's tensor, as one that can be overwritten.
 
-
-def require_usable(target: torch.Tensor, wanted: Wanted) -> None:
-    """Require that a planner's tensor has memory and the item's shape, else ``OptionError``."""
+    ``OptionError`` unless it has memory and the item's shape.
+    """
+    if type(target) is not torch.Tensor or target.requires_grad:
+        target = target.detach()
     if target.shape != wanted.item.lengths:
         raise OptionError(
             f"cannot load {wanted.name}: its tensor has the shape {tuple(target.shape)}, the"
@@ -173,6 +172,7 @@ def require_usable(target: torch.Tensor, wanted: Wanted) -> None:
         )
     if missing_memory := _torch.missing_data(target):
         raise OptionError(f"cannot load {wanted.name}: {missing_memory}", phase="read")
+    return target
 
 
 def span_of(target: torch.Tensor) -> tuple[int, int] | None:
@@ -203,14 +203,9 @@ def note_changes(
     Returns the address of each target's values if it is dense and on the CPU, otherwise 0: threads
     that read do not ask torch, which would hand the interpreter lock over.
     """
-    addresses = []
-    changing = []
-    for each, span in zip(targets, spans, strict=True):
-        addresses.append(span[0] if span and each.is_cpu else 0)
-        if span and not each.is_inference():
-            changing.append(each)
-    increment_version(changing)
-    return addresses
+    both = list(zip(targets, spans, strict=True))
+    increment_version([each for each, span in both if span and not each.is_inference()])
+    return [span[0] if span and each.is_cpu else 0 for each, span in both]
 
 
 def overlapping(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -64,7 +64,15 @@ class LoadPlanner(DefaultLoadPlanner):
     ) -> None:
         require_flags(strict=strict, strict_dtype=strict_dtype, trust=trust)
         super().__init__()
-        self._selection = None if keys is None else _Selection(keys)
+        if isinstance(keys, str):
+            keys = [keys]
+        given = [] if keys is None else list(keys)
+        if not all(isinstance(key, str) for key in given):
+            raise OptionError(
+                "keys contains an object that is not a string", hint="pass names of items"
+            )
+        self._keys = None if keys is None else frozenset(given)
+        self._containing = {outer for key in given for outer in _and_outer(key)}
         self._strict = strict
         self._strict_dtype = strict_dtype
         self._trust = trust
@@ -101,10 +109,10 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def touches(self, name: object) -> bool:
         """Whether an entry of the state may have a selected item."""
-        return self._selection is None or self._selection.touches(name)
+        return str(name) in self._containing or self._is_selected(str(name))
 
     def _is_selected(self, name: str) -> bool:
-        return self._selection is None or self._selection.has(name)
+        return self._keys is None or not self._keys.isdisjoint(_and_outer(name))
 
     @gc_paused()
     def create_local_plan(self) -> LoadPlan:
@@ -129,15 +137,13 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _fitting(self, entries: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """The selected values and their entries, by name; all of them fit."""
-        wanted: dict[str, tuple[Any, Any]] = {}
-        missing = []
-        for name, value in self.state_dict.items():
-            if self._is_selected(name):
-                entry = entries.get(name)
-                if entry is None:
-                    missing.append(name)
-                else:
-                    wanted[name] = value, entry
+        selected = {name: entries.get(name) for name in filter(self._is_selected, self.state_dict)}
+        missing = [name for name, entry in selected.items() if entry is None]
+        wanted = {
+            name: (self.state_dict[name], entry)
+            for name, entry in selected.items()
+            if entry is not None
+        }
         self.missing = tuple(missing)
         if missing and self._strict:
             raise self._misfit(
@@ -147,8 +153,12 @@ class LoadPlanner(DefaultLoadPlanner):
         if self._strict and self._empty:
             self._require_places(entries)
         self._require_forms(wanted)
-        if self._selection is not None:
-            self._selection.require_used([*wanted, *missing], self.path)
+        if self._keys and (unused := self._keys.difference(*map(_and_outer, self.state_dict))):
+            raise OptionError(
+                f"the state has nothing named {', '.join(sorted(unused)[:5])}",
+                path=self.path,
+                hint="keys are names as in `nostall inspect`, such as model.0.weight",
+            )
         return wanted
 
     def _require_places(self, entries: Mapping[str, Any]) -> None:
@@ -214,42 +224,6 @@ class LoadPlanner(DefaultLoadPlanner):
         for key in outer:
             container = container[_own_key(container, key)]
         container[_own_key(container, last)] = loaded
-
-
-class _Selection:
-    """Names of items, or of what contains them.
-
-    Raises:
-        OptionError: One of them is not a string.
-    """
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        given = [keys] if isinstance(keys, str) else list(keys)
-        if not all(isinstance(key, str) for key in given):
-            raise OptionError(
-                "keys contains an object that is not a string", hint="pass names of items"
-            )
-        self._keys = frozenset(given)
-        self._containing = {outer for key in self._keys for outer in _and_outer(key)}
-
-    def has(self, name: str) -> bool:
-        """Whether an item is selected."""
-        return not self._keys.isdisjoint(_and_outer(name))
-
-    def touches(self, name: object) -> bool:
-        """Whether an entry of the state may have a selected item."""
-        text = str(name)
-        return text in self._containing or not self._keys.isdisjoint(_and_outer(text))
-
-    def require_used(self, names: Iterable[str], path: str | None) -> None:
-        """Require that each key selects one of these names."""
-        unused = sorted(self._keys.difference(*map(_and_outer, names)))
-        if unused:
-            raise OptionError(
-                f"the state has nothing named {', '.join(unused[:5])}",
-                path=path,
-                hint="keys are names as in `nostall inspect`, such as model.0.weight",
-            )
 
 
 def _and_outer(name: str) -> Iterator[str]:

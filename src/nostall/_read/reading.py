@@ -38,13 +38,12 @@ from nostall._read.plan import (
     note_changes,
     overlapping,
     regions,
-    require_usable,
     rotated,
     span_of,
-    without_gradient,
+    usable,
 )
 from nostall._read.planner import LoadPlanner
-from nostall._storage.port import ReadableFiles
+from nostall._storage.port import PartStream, ReadableFiles
 
 _OF_TENSORS = ("resolve_tensor", "commit_tensor", "lookup_tensor", "transform_tensor")
 """Methods that a planner is called with for each tensor."""
@@ -118,18 +117,11 @@ def _with_targets(
     """Items to read in any order, and items to read in the order of the plan; reads nothing."""
     if not _gives_every_item_its_own_tensor(planner):
         return [], [(wanted, None, 0) for wanted in items]
-    known: list[_Item] = []
+    objects = [wanted for wanted in items if wanted.item.type is LoadItemType.BYTE_IO]
+    known: list[_Item] = [(wanted, None, 0) for wanted in objects]
     in_turn: list[_Item] = []
-    of: list[Wanted] = []
-    tensors: list[torch.Tensor] = []
-    for wanted in items:
-        if wanted.item.type is LoadItemType.BYTE_IO:
-            known.append((wanted, None, 0))
-            continue
-        target = without_gradient(planner.resolve_tensor(wanted.item))
-        require_usable(target, wanted)
-        of.append(wanted)
-        tensors.append(target)
+    of = [wanted for wanted in items if wanted.item.type is not LoadItemType.BYTE_IO]
+    tensors = [usable(planner.resolve_tensor(wanted.item), wanted) for wanted in of]
     spans = [span_of(target) for target in tensors]
     shared, addresses = overlapping(of, tensors, spans), note_changes(tensors, spans)
     for wanted, target, address, is_shared in zip(of, tensors, addresses, shared, strict=True):
@@ -180,8 +172,7 @@ class _Load(NamedTuple):
 
     def target_in_turn(self, wanted: Wanted) -> torch.Tensor:
         """The tensor of an item, once all items before it were committed."""
-        target = without_gradient(self.planner.resolve_tensor(wanted.item))
-        require_usable(target, wanted)
+        target = usable(self.planner.resolve_tensor(wanted.item), wanted)
         note_changes([target], [span_of(target)])
         self.uploads.prepare([target])
         return target
@@ -217,19 +208,12 @@ class SmallRead:
         items = [wanted for wanted, _, _ in self._known]
         self._file.fill(self._begin, items, memoryview(content)[: self.nbytes])
         address = ctypes.addressof(ctypes.c_char.from_buffer(content))
-        for wanted, target, to in self._known:
-            self._brought.append(self._bring(content, address, wanted, target, to))
+        self._brought = [self._bring(content, address, each) for each in self._known]
         if len(content) == REGION_NBYTES:
             free.append(content)
 
-    def _bring(
-        self,
-        content: bytearray,
-        address: int,
-        wanted: Wanted,
-        target: torch.Tensor | None,
-        to: int,
-    ) -> bytes | torch.Tensor | None:
+    def _bring(self, content: bytearray, address: int, item: _Item) -> bytes | torch.Tensor | None:
+        wanted, target, to = item
         at, archives = wanted.offset - self._begin, self._load.archives
         if wanted.item.type is LoadItemType.BYTE_IO:
             return bytes(memoryview(content)[at : at + wanted.nbytes])
@@ -304,19 +288,17 @@ class LargeRead:
         self.nbytes = 0 if target is None else wanted.nbytes
         self.tasks = 0 if target is None else self._tasks_for(target)
         self._lock = threading.Lock()
-        """Held while the form is found, and while sums are noted."""
-        self._is_prepared = False
+        """Held while the form is found."""
         self._memory: torch.Tensor | None = None
         """Filled by pieces; ``None`` if torch has loaded the tensor."""
         self._stored: torch.Tensor | None = None
         """The values, if they are not in the target."""
         self._begin = 0
         """Where the values that are read begin in the file."""
-        self._left: deque[tuple[int, int]] = deque()
-        """Begin and end of the pieces that no thread reads yet."""
-        self._count = 0
+        self._left: deque[tuple[int, int]] | None = None
+        """Begin and end of the pieces no thread reads yet; ``None`` until the form is found."""
         self._sums: dict[int, tuple[int, int]] | None = None
-        """Checksum and length of each piece, by where it begins; if they are compared."""
+        """Checksum and length of each piece that was read, by where it begins; if compared."""
         self._descriptor = memoryview(bytearray(DESCRIPTOR.size))
 
     def _tasks_for(self, target: torch.Tensor) -> int:
@@ -331,35 +313,33 @@ class LargeRead:
         """Read pieces until none is left; several threads may do so."""
         self._load.workers.require_running()
         with self._lock:
-            if not self._is_prepared:
-                self._prepare()
-                self._is_prepared = True
-        memory = self._memory
+            if self._left is None:
+                self._left = self._prepare()
+        memory, left = self._memory, self._left
         while memory is not None:
             self._load.workers.require_running()
             try:
-                begin, end = self._left.popleft()
+                begin, end = left.popleft()
             except IndexError:
                 return
             tail = [self._descriptor] if self._sums is not None and end == memory.nbytes else []
             with self._load.uploads.part(memory, begin, end) as piece:
                 self._file.fill(self._begin + begin, [self._wanted], piece, *tail)
-                crc32 = 0 if self._sums is None else checksum.crc32(piece)
-            if self._sums is not None:
-                self._note_sum(self._sums, begin, end, crc32)
+                if self._sums is not None:
+                    self._sums[begin] = checksum.crc32(piece), end - begin
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> deque[tuple[int, int]]:
         """Find out what is stored; choose the rows that are read, their memory, and the pieces."""
         wanted, archives, target = self._wanted, self._load.archives, self._target
         item, uploads = wanted.item, self._load.uploads
         assert target is not None
         head = bytearray(min(wanted.nbytes, HEAD_NBYTES) if wanted.form is None else 0)
         self._file.fill(wanted.offset, [wanted], memoryview(head))
-        archive = partial(self._file.archive, wanted)
+        archive = partial(PartStream, self._file, wanted.offset, wanted.nbytes)
         form = archives.form_of(head, 0, archive, self._file, wanted)
         if form is None:
             self._stored = archives.loaded_by_torch(archive(), self._file, wanted)
-            return
+            return deque()
         verify = archives.verify and form.nbytes > 0 and form.has_checksum
         shape, offsets, first = form.shape, list(item.storage_offsets), 0
         if shape and not verify:
@@ -374,29 +354,22 @@ class LargeRead:
         uploads.begin(memory)
         self._memory = memory
         self._begin = wanted.offset + form.begin + first * row_nbytes
-        self._left = deque(_pieces(self._begin, memory.nbytes, self._piece_nbytes(memory)))
-        self._count = len(self._left)
         self._sums = {} if verify else None
-
-    def _note_sum(self, sums: dict[int, tuple[int, int]], begin: int, end: int, crc32: int) -> None:
-        """Note the checksum of a piece; compare that of all pieces after the last one."""
-        with self._lock:
-            sums[begin] = crc32, end - begin
-            is_last = len(sums) == self._count
-        if is_last:
-            crc32 = 0
-            for _, (of_piece, nbytes) in sorted(sums.items()):
-                crc32 = combine(crc32, of_piece, nbytes)
-            self._load.archives.require_intact(crc32, self._descriptor, self._file, self._wanted)
+        return deque(_pieces(self._begin, memory.nbytes, self._piece_nbytes(memory)))
 
     def finish(self) -> None:
-        """Hand over the tensor."""
+        """Compare the checksum, and hand over the tensor."""
         wanted, workers = self._wanted, self._load.workers
         if self._target is None:
             self._target = self._load.target_in_turn(wanted)
-            self.tasks = self._tasks_for(self._target)
-            for task in [workers.submit(self.run) for _ in range(self.tasks)]:
+            count = self._tasks_for(self._target)
+            for task in [workers.submit(self.run) for _ in range(count)]:
                 workers.wait(task)
+        if self._sums is not None:
+            crc32 = 0
+            for _, (of_piece, nbytes) in sorted(self._sums.items()):
+                crc32 = combine(crc32, of_piece, nbytes)
+            self._load.archives.require_intact(crc32, self._descriptor, self._file, wanted)
         if self._memory is not None:
             self._load.uploads.finish(self._memory)
         if self._stored is not None:

@@ -35,7 +35,7 @@ from nostall.errors import OptionError, RankFailedError, RankLostError
 ROUND_NBYTES = 128 << 20
 """Limit on what one rank gets in a round, except for a single larger archive."""
 _BLOCK_NBYTES = 8 << 20
-"""Read by one task."""
+"""Read by one thread at a time."""
 
 Ranks: TypeAlias = tuple[int, ...]
 """In ascending order, each once."""
@@ -275,7 +275,7 @@ def _by_round(
     share: ReadShare, wanted: Sequence[Wanted]
 ) -> tuple[list[list[_Placed]], list[Wanted]]:
     """The items to load from each round's memory, and those that no round brings."""
-    places: list[tuple[FileSpan, int, int]] = []
+    places = [(FileSpan("", 0, 0), 0, 0)]  # before all others
     for number, content in enumerate(share.rounds):
         at = 0
         for span in (span for part in content for span in part.spans):
@@ -286,8 +286,7 @@ def _by_round(
     rounds: list[list[_Placed]] = [[] for _ in share.rounds]
     rest: list[Wanted] = []
     for each in wanted:
-        place = bisect_right(begins, (each.file, each.offset)) - 1
-        span, number, at = places[place] if place >= 0 else (FileSpan("", 0, 0), 0, 0)
+        span, number, at = places[bisect_right(begins, (each.file, each.offset)) - 1]
         if span.file == each.file and each.end <= span.end:
             rounds[number].append((each, at + each.offset - span.begin))
         else:
@@ -295,53 +294,49 @@ def _by_round(
     return rounds, rest
 
 
-class _Round:
+class _Round(NamedTuple):
     """One round of one rank in memory, part after part.
 
     As a :class:`~nostall._storage.port.ReadableFiles`, each of its files is all of the memory,
     which may be longer than the parts.
     """
 
-    def __init__(
-        self, content: Round, memory: torch.Tensor, placed: Sequence[_Placed], files: ReadableFiles
-    ) -> None:
-        self._content = content
-        self._memory = memory
-        self._placed = placed
-        self._files = files
+    content: Round
+    memory: torch.Tensor
+    placed: Sequence[_Placed]
+    files: ReadableFiles
 
     def read(self, rank: int, threads: int) -> None:
         """Read what this rank reads for all."""
         items: dict[str, list[Wanted]] = defaultdict(list)
-        for each, _ in self._placed:
+        for each, _ in self.placed:
             items[each.file].append(each)
-        memory = memory_of(self._memory)
+        memory = memory_of(self.memory)
 
-        def fill(blocks: Sequence[tuple[int, FileSpan]]) -> None:
-            for name, of_file in groupby(blocks, key=lambda block: block[1].file):
-                workers.require_running()
+        blocks = [
+            (at + offset, span)
+            for at, part in self._parts()
+            for offset, span in part.blocks_of(rank, _BLOCK_NBYTES)
+        ]
+        left = iter(blocks)  # its next() is one instruction, so threads can share it
+
+        def fill() -> None:
+            for name, of_file in groupby(left, key=lambda block: block[1].file):
                 # What is read for others counts when it is loaded.
-                with closing(OpenFile(self._files, name, items[name], ReadCounter(0))) as file:
+                with closing(OpenFile(self.files, name, items[name], ReadCounter(0))) as file:
                     for at, span in of_file:
+                        workers.require_running()
                         file.fill(span.begin, items[name], memory[at : at + span.nbytes])
 
-        tasks: list[list[tuple[int, FileSpan]]] = [[]]
-        left = _BLOCK_NBYTES
-        for at, part in self._parts():
-            for offset, span in part.blocks_of(rank, _BLOCK_NBYTES):
-                if span.nbytes > left:
-                    tasks.append([])
-                    left = _BLOCK_NBYTES
-                tasks[-1].append((at + offset, span))
-                left -= span.nbytes
         with Workers(threads) as workers:
-            for task in [workers.submit(partial(fill, each)) for each in tasks]:
+            count = min(threads, len(blocks))
+            for task in [workers.submit(fill) for _ in range(count)]:
                 workers.wait(task)
 
     def _parts(self) -> Iterator[tuple[int, Part]]:
         """The parts, and where each begins in the memory."""
         at = 0
-        for part in self._content:
+        for part in self.content:
             yield at, part
             at += part.nbytes
 
@@ -350,7 +345,7 @@ class _Round:
         sent, received = [], []
         for at, part in self._parts():
             for reader, begin, end in part.pieces():
-                content = self._memory[at + begin : at + end]
+                content = self.memory[at + begin : at + end]
                 if reader == rank:
                     sent += [(other, content) for other in part.ranks if other != rank]
                 else:
@@ -359,11 +354,11 @@ class _Round:
 
     def where(self, name: str = "") -> str:
         """Where the bytes are from, for errors."""
-        return self._files.where(name)
+        return self.files.where(name)
 
     def open(self, name: str) -> Source:  # noqa: ARG002  # the port's signature
         """All of the memory, whatever the name."""
-        return _Memory(self._memory)
+        return _Memory(self.memory)
 
 
 class _Memory:

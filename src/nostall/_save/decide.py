@@ -21,13 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nostall import _torch
-from nostall._commit.columns import (
-    RankOutcome,
-    RankPlaces,
-    Results,
-    ResultsReference,
-    in_columns,
-)
+from nostall._commit.columns import RankOutcome, RankPlaces, Results, ResultsReference, in_columns
 from nostall._commit.commit import (
     failures_in,
     require_all_present,
@@ -136,7 +130,7 @@ class Ending:
     published: bool
     """Whether the metadata is published, or may be; after a failure, too."""
     changed: bool
-    """Whether the next save is planned together: a rank's structure changed, or the save failed."""
+    """Whether the next save is planned together: a structure changed, or the commit failed."""
     series: int | None = None
     """A new series of identities, if ranks may count their saves differently."""
     slowest_rank: int | None = None
@@ -252,8 +246,7 @@ def commit_results(
             remove_unpublished(settings.directory, names, written)
         raise
     finally:
-        if save.split is not None:
-            save.split.end(committed=is_committed)
+        save.end(committed=is_committed)
         if plan is not None:
             plan.is_committed |= is_committed
             plan.has_failed = not is_committed

@@ -5,8 +5,8 @@ thread leaves it in the store of the process group. The coordinator's thread wai
 of all ranks, and commits. The next poll learns it from the reduction that it makes anyway.
 
 Where this does not work, nothing is lost: finalising collects the messages, as for other saves.
-Before the commit begins, the coordinator's claim decides between it and a rank that gives the save
-up: a rank that is too late leaves its files.
+Commit or give up: whoever claims the save first decides. A rank that wants to give it up and is too
+late leaves its files.
 """
 
 from __future__ import annotations
@@ -189,7 +189,15 @@ class EarlyCommit:
         elif not self._is_offered:
             return True
         else:
-            is_prevented = self._claim_to_give_up()
+            is_prevented = False
+            with suppress(RuntimeError, SaveTimeoutError):
+                is_prevented = call_with_deadline(
+                    partial(self._records.claim, _GIVE_UP),
+                    timeout_s=CANCEL_TIMEOUT_S,
+                    doing="giving up a save",
+                    phase="write",
+                    path="",
+                )
         if is_prevented:
             self.retire()
         self.is_decided = True
@@ -198,18 +206,6 @@ class EarlyCommit:
     def _is_over_in(self, timeout_s: float) -> bool:
         """Whether no commit is in progress, now or after a wait of up to ``timeout_s`` seconds."""
         return not self._is_claimed or self._over is None or is_done(self._over, timeout_s)
-
-    def _claim_to_give_up(self) -> bool:
-        try:
-            return call_with_deadline(
-                lambda: self._records.claim(_GIVE_UP),
-                timeout_s=CANCEL_TIMEOUT_S,
-                doing="giving up a save",
-                phase="write",
-                path="",
-            )
-        except (RuntimeError, SaveTimeoutError):
-            return False
 
     def retire(self) -> None:
         """Have the records removed: the save is over on this rank."""

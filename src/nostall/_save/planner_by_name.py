@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-from nostall._engine import Engine
 from nostall._model.threads import gc_paused
 from nostall._plan.items import require_representable
 from nostall._plan.planner import plan_columns, require_one_shape
@@ -91,9 +90,9 @@ class SavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,  # noqa: FBT001, FBT002  # DCP's
     ) -> None:
         """Recognise the state dict, or flatten it."""
-        self._begin(None)
         is_usual = self.flatten_state_dict and self.flatten_sharded_tensors
         if not is_usual or type(self) is not SavePlanner:  # every save is planned
+            self._begin(None)
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             return
         self._begin(state_dict)
@@ -133,8 +132,7 @@ class SavePlanner(DefaultSavePlanner):
         made = None
         if len(columns) == len(plans):
             require_one_shape(columns)
-            to_lowest_rank = self.dedup_save_to_lowest_rank
-            made = plan_columns(columns, to_lowest_rank=to_lowest_rank)
+            made = plan_columns(columns, to_lowest_rank=self.dedup_save_to_lowest_rank)
         if made is None:
             return super().create_global_plan(plans)
         shares, metadata = made
@@ -198,20 +196,32 @@ class SavePlanner(DefaultSavePlanner):
 
     # --- the part of nostall's writer -----------------------------------------------------------
 
-    def prepare(self, plan: SavePlan, target: SaveTarget, engine: Engine) -> PreparedSave:
+    def prepare(self, plan: SavePlan, target: SaveTarget) -> PreparedSave:
         """Resolve and lay out a final plan, and remember the structure.
 
         Raises:
             StagingError: An item could not be resolved.
         """
+        settings = target.settings
         for known in self._recognised.values():
-            save = known.plan.save
-            if save.naming.file_format is target.settings.file_format:
-                return prepare_known(save, known.sources, target=target, engine=engine)
-            file_format = target.settings.file_format
-            require_representable(plan, file_format, rank=target.settings.rank)
-        prepared = prepare(plan, self, target=target, engine=engine)
-        return prepared if self._plans is None else self._remembered(prepared, engine)
+            if known.plan.save.naming.file_format is settings.file_format:
+                return prepare_known(known.plan.save, known.sources, target)
+            require_representable(plan, settings.file_format, rank=settings.rank)
+        prepared = prepare(plan, self, target)
+        plans, answer, given = self._plans, self._answer, self._given
+        has_streams = settings.transform_descriptors is not None
+        if has_streams or plans is None or answer is None or given is None:
+            return prepared
+        if "state_dict" not in vars(self):
+            self._flatten()
+        save = learn(prepared, given, self.state_dict)
+        if save is None or save.structure is None:  # it could not be recognised safely
+            return prepared
+        plan_of_rank = KnownPlan(
+            name=answer.name, rank=answer.rank, configuration=self._configuration, save=save
+        )
+        plans.of_rank.remember(plan_of_rank)
+        return as_known(prepared, save)
 
     @property
     def sent_token(self) -> str | None:
@@ -246,26 +256,6 @@ class SavePlanner(DefaultSavePlanner):
         self._recognised = {}
         self._flatten()
         return replace(super().create_local_plan(), storage_data=plan.storage_data)
-
-    def _remembered(self, prepared: PreparedSave, engine: Engine) -> PreparedSave:
-        """The prepared save, known from now on if it can be recognised safely."""
-        answer, given = self._answer, self._given
-        has_streams = prepared.target.settings.transform_descriptors is not None
-        if has_streams or answer is None or given is None:
-            return prepared
-        if "state_dict" not in vars(self):
-            self._flatten()
-        save = learn(prepared, given, self.state_dict, engine)
-        if save is None or save.structure is None or self._plans is None:
-            return prepared
-        plan = KnownPlan(
-            name=answer.name,
-            rank=answer.rank,
-            configuration=self._configuration,
-            save=save,
-        )
-        self._plans.of_rank.remember(plan)
-        return as_known(prepared, save)
 
 
 def _replaced_by(method: str) -> SaveError:

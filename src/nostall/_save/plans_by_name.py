@@ -13,7 +13,6 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -113,33 +112,10 @@ class PlanAnswer(SavePlan):
     """Turns the rank's own plan into this one, if that is sent."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.is_known:  # one per rank, in each save
-            return _known_answer, (
-                self.storage_data,
-                self.name,
-                self.rank,
-                self.most,
-                self.sent_token,
-            )
         parts = vars(self)
         if isinstance(self.items, ItemsInColumns):
             parts = {**parts, "items": [], "planner_data": None, "share": self.items.share}
-        return partial(PlanAnswer, **parts), ()
-
-
-def _known_answer(
-    storage_data: Any, name: str, rank: int, most: int, sent_token: str | None
-) -> PlanAnswer:
-    return PlanAnswer(
-        [],
-        storage_data,
-        name=name,
-        rank=rank,
-        is_known=True,
-        asked=True,
-        most=most,
-        sent_token=sent_token,
-    )
+        return PlanAnswer, tuple(parts.values())  # by position: one per rank, in each save
 
 
 # --- a rank ---------------------------------------------------------------------------------------
@@ -273,8 +249,15 @@ class CoordinatorPlans:
         known = self._common(plans)
         if known is not None:
             return [
-                _known_answer(
-                    plan.storage_data, known.name, rank, known.most, known.results.token(rank)
+                PlanAnswer(
+                    [],
+                    plan.storage_data,
+                    name=known.name,
+                    rank=rank,
+                    is_known=True,
+                    asked=True,
+                    most=known.most,
+                    sent_token=known.results.token(rank),
                 )
                 for rank, plan in enumerate(plans)
             ], known

@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from nostall import _torch
 from nostall._commit.columns import Results, ResultsReference
 from nostall._commit.commit import require_one_result_each
-from nostall._engine import Engine
+from nostall._engine import Engine, default_engine
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport
 from nostall._model.names import AS_SAFETENSORS, FileFormat
 from nostall._model.progress import Progress
@@ -52,11 +52,6 @@ from nostall.options import StagingMode, require, require_integer, require_switc
 from nostall.stats import Timeline
 
 _log = logging.getLogger("nostall")
-
-_FORMATS = {
-    SerializationFormat.TORCH_SAVE: FileFormat.TORCH_SAVE,
-    SerializationFormat.SAFETENSORS: FileFormat.SAFETENSORS,
-}
 
 
 # --- settings of a writer, and the target of a save -----------------------------------------------
@@ -91,34 +86,13 @@ class WriterSettings:
     has_unique_names: bool
     """Whether file names are unique, so that an existing checkpoint does not matter to them."""
 
-    def __post_init__(self) -> None:
-        # Values are kept in Python's own types.
-        thread_count = require_integer("thread_count", self.thread_count, at_least=1)
-        object.__setattr__(self, "thread_count", thread_count)
-        for name in ("sync_files", "overwrite"):
-            object.__setattr__(self, name, require_switch(name, getattr(self, name)))
-        modes = get_args(StagingMode)
-        require(self.staging in modes, f"staging={self.staging!r}", " or ".join(modes))
-        hint: object = self.separation_hint
-        if hint is not None:
-            require(
-                self.thread_count >= 2,
-                f"separation_hint={hint!r} with thread_count={self.thread_count}",
-                "thread_count >= 2: each group gets half of the files",
-            )
-            require(
-                isinstance(hint, str) and hint and os.sep not in hint and not hint.startswith("."),
-                f"separation_hint={hint!r}",
-                "a prefix without a path separator or a leading dot",
-            )
-
-    def may_replace(self, engine: Engine) -> bool:
+    def may_replace(self) -> bool:
         """Whether the directory may contain a checkpoint; ``SaveTimeoutError`` if storage hangs."""
         return may_hold(
             self.directory,
             [self.metadata_name, self.other_metadata_name],
             rank=self.rank,
-            timeout_s=engine.options.save_timeout_s,
+            timeout_s=default_engine().options.save_timeout_s,
         )
 
     def naming(self, prefix: str = "", suffix: str = "") -> FileNaming:
@@ -153,10 +127,10 @@ class SaveTarget:
     naming: FileNaming
     visit: Visit
     """Shows other saves of this process that this one is in progress in the directory."""
+    engine: Engine
+    """Engine with which the save began."""
     timeline: Timeline
     progress: Progress
-    timeout_s: float
-    """Longest time for storage to answer."""
     faults: bytes
     """Faults that a test injects into this save."""
 
@@ -180,13 +154,19 @@ def settings_of(
             f"open_file={open_file!r} is not callable",
             hint="use a callable with the signature of open",
         )
+    # This and the switches below are kept in Python's own types.
+    thread_count = require_integer("thread_count", writer.thread_count, at_least=1)
+    modes = get_args(StagingMode)
+    require(staging in modes, f"staging={staging!r}", " or ".join(modes))
+    if separation_hint is not None:
+        _require_prefix(separation_hint, thread_count)
     wanted = getattr(writer, "serialization_format", SerializationFormat.TORCH_SAVE)
-    if not isinstance(wanted, SerializationFormat) or wanted not in _FORMATS:
+    if not isinstance(wanted, SerializationFormat) or wanted.name not in FileFormat.__members__:
         raise OptionError(
             f"invalid serialization_format={wanted!r}",
             hint="use a member of torch.distributed.checkpoint.filesystem.SerializationFormat",
         )
-    file_format = _FORMATS[wanted]
+    file_format = FileFormat[wanted.name]
     transforms = tuple(writer.transforms.extensions)
     has_stream = open_file is not open or transforms
     if has_stream and is_address(writer.path):
@@ -218,15 +198,28 @@ def settings_of(
         is_alone=not writer.use_collectives,
         metadata_name=together if writer.use_collectives else alone,
         other_metadata_name=alone if writer.use_collectives else together,
-        thread_count=writer.thread_count,
+        thread_count=thread_count,
         file_per_item=not require_switch("single_file_per_rank", writer.single_file_per_rank),
-        sync_files=writer.sync_files,
-        overwrite=writer.overwrite,
+        sync_files=require_switch("sync_files", writer.sync_files),
+        overwrite=require_switch("overwrite", writer.overwrite),
         separation_hint=separation_hint,
         staging=staging,
         file_format=file_format,
         stream=StreamTarget(open_file=open_file, transforms=transforms) if has_stream else None,
         transform_descriptors=tuple(each.get_descriptor() for each in reversed(transforms)) or None,
+    )
+
+
+def _require_prefix(hint: object, thread_count: int) -> None:
+    require(
+        thread_count >= 2,
+        f"separation_hint={hint!r} with thread_count={thread_count}",
+        "thread_count >= 2: each group gets half of the files",
+    )
+    require(
+        isinstance(hint, str) and hint and os.sep not in hint and not hint.startswith("."),
+        f"separation_hint={hint!r}",
+        "a prefix without a path separator or a leading dot",
     )
 
 
@@ -252,15 +245,18 @@ class PreparedSave:
     """The known save with the same results, apart from file names; ``None`` if there is none."""
 
     @property
+    def token(self) -> str | None:
+        """Identifies its results, if they are those of the known save."""
+        return None if self.known is None else self.known.token
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Names of the rank's files, in layout order."""
         return tuple(file.name for file in self.layout.files)
 
 
 @gc_paused()
-def prepare(
-    plan: SavePlan, planner: SavePlanner, *, target: SaveTarget, engine: Engine
-) -> PreparedSave:
+def prepare(plan: SavePlan, planner: SavePlanner, target: SaveTarget) -> PreparedSave:
     """Resolve a final plan and lay it out; ``StagingError`` if an item could not be resolved."""
     settings = target.settings
     planned = plan_rank(
@@ -271,8 +267,8 @@ def prepare(
         path=settings.directory,
     )
     with target.timeline.measure("layout"):
-        packing = settings.packing(engine)
-        layout = engine.lay_out(planned.share.shapes, target.naming, packing)
+        packing = settings.packing(target.engine)
+        layout = target.engine.lay_out(planned.share.shapes, target.naming, packing)
     target.progress.nbytes = layout.nbytes
     return PreparedSave(planned=planned, layout=layout, target=target)
 
@@ -312,7 +308,6 @@ def learn(
     prepared: PreparedSave,
     state_dict: dict[str, Any],
     flat: dict[str, Any] | None,
-    engine: Engine,
     openers: Openers = OPENERS,
 ) -> KnownSave | None:
     """The reusable part of a prepared save, before staging; ``None`` if nothing is safe.
@@ -320,6 +315,7 @@ def learn(
     ``flat`` is the state dict, flattened by a planner whose plan follows from the structure; else
     ``None``.
     """
+    target = prepared.target
     try:
         structure = None
         if flat is not None:
@@ -328,14 +324,14 @@ def learn(
         require_one_result_each(
             (item.index for item in items),
             (items[slot.item].index for file in prepared.layout.files for slot in file.slots),
-            rank=prepared.target.settings.rank,
+            rank=target.settings.rank,
         )
         return KnownSave(
             structure=structure,
             share=prepared.planned.share,
             layout=prepared.layout,
-            naming=prepared.target.naming,
-            packing=prepared.target.settings.packing(engine),
+            naming=target.naming,
+            packing=target.settings.packing(target.engine),
             token=uuid.uuid4().hex,
         )
     except Exception:  # this save is not affected; the next one is planned
@@ -344,15 +340,15 @@ def learn(
 
 
 def prepare_known(
-    known: KnownSave, sources: list[torch.Tensor | bytes], *, target: SaveTarget, engine: Engine
+    known: KnownSave, sources: list[torch.Tensor | bytes], target: SaveTarget
 ) -> PreparedSave:
     """Prepare a save of a structure that was saved before, without its planner."""
-    share, layout, packing = known.share, known.layout, target.settings.packing(engine)
-    lengths = {item: len(cast("bytes", sources[item])) for item in known.runs}
+    engine, share, layout = target.engine, known.share, known.layout
+    packing = target.settings.packing(engine)
     changed = {
-        item: replace(share.shapes[item], nbytes=nbytes)
-        for item, nbytes in lengths.items()
-        if nbytes != share.shapes[item].nbytes
+        item: replace(share.shapes[item], nbytes=len(sources[item]))
+        for item in known.runs
+        if len(sources[item]) != share.shapes[item].nbytes
     }
     same = known.naming.separation_hint == target.naming.separation_hint
     if changed:
@@ -458,7 +454,7 @@ def _require_file(target: SaveTarget, receipt: FileReceipt) -> None:
     try:
         call_with_deadline(
             lambda: require_file(files, receipt.name, receipt.nbytes),
-            timeout_s=target.timeout_s,
+            timeout_s=target.engine.options.save_timeout_s,
             doing="looking for a written file",
             phase="collect",
             path=path,

@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.planner import SavePlanner as DCPSavePlanner
 
 from nostall import _torch
 from nostall._commit.columns import Results, ResultsReference, in_columns
-from nostall._engine import Engine, default_engine
+from nostall._engine import default_engine
 from nostall._model.jobs import FileReceipt, RankFailed, RankReport, RankWritten
 from nostall._model.progress import SaveState
 from nostall._model.values import RankFiles
 from nostall._plan.planner import vouched
 from nostall._plan.structure import OPENERS
 from nostall._ranks.group import Coordination
+from nostall._save.early_commit import EarlyCommit
 from nostall._save.planner_by_name import SavePlanner
 from nostall._save.plans_by_name import NamedGlobalPlan
 from nostall._save.prepared import (
@@ -137,28 +138,20 @@ class RankSave:
     def prepare(self, plan: SavePlan, planner: DCPSavePlanner) -> None:
         """Resolve and lay out a split save's final plan; ``StagingError`` if an item cannot be."""
         with self._target(plan) as target:
-            prepared = prepare(plan, planner, target=target, engine=default_engine())
+            prepared = prepare(plan, planner, target)
         self.state = SplitSave(prepared)
 
-    def prepare_known(
-        self,
-        known: KnownSave,
-        sources: list[torch.Tensor | bytes],
-    ) -> None:
+    def prepare_known(self, known: KnownSave, sources: list[torch.Tensor | bytes]) -> None:
         """Prepare a split save of a structure that was saved before.
 
         ``sources`` has one entry per item of the plan: the live tensor, or the bytes.
         """
         # Looked up a moment ago on the coordinator: one thread for storage less.
         with self._target(known.share.plan, replaces=self._may_replace) as target:
-            prepared = prepare_known(known, sources, target=target, engine=default_engine())
-            self.state = SplitSave(prepared)
+            self.state = SplitSave(prepare_known(known, sources, target))
 
     def learn(
-        self,
-        state_dict: dict[str, Any],
-        planner: DCPSavePlanner,
-        last: KnownSave | None,
+        self, state_dict: dict[str, Any], planner: DCPSavePlanner, last: KnownSave | None
     ) -> KnownSave | None:
         """The reusable part of the prepared save, before staging; ``None`` if nothing is safe.
 
@@ -168,14 +161,12 @@ class RankSave:
         split = self.split
         if split is None:
             return None
-        known = as_known(split.prepared, last).known
-        learned = known
+        learned = known = as_known(split.prepared, last).known
         voucher = vouched(planner)
         if known is None or voucher:  # a structure that was not recognised is learned anew
-            flat, openers = None, OPENERS
-            if voucher:
-                flat, openers = vars(planner).get("state_dict"), voucher.openers
-            learned = learn(split.prepared, state_dict, flat, default_engine(), openers)
+            flat = vars(planner).get("state_dict") if voucher else None
+            openers = voucher.openers if voucher else OPENERS
+            learned = learn(split.prepared, state_dict, flat, openers)
             if learned is not None and known is not None:
                 learned = replace(learned, token=known.token)
         split.prepared = as_known(split.prepared, learned)
@@ -184,44 +175,38 @@ class RankSave:
     def write_now(self, plan: SavePlan, planner: DCPSavePlanner) -> WrittenItems:
         """Plan and write this rank's share while the caller waits; ``SaveError`` if that fails."""
         self._take_staging()
-        prepared, sent_token = self._prepared_by_name(plan, planner)
-        visit = prepared.target.visit
+        named = planner if isinstance(planner, SavePlanner) else None
+        self.named_plan = None if named is None else named.named_plan
         try:
-            prepared, report = _write(prepared, default_engine())
+            with self._target(plan) as target:
+                if named is None:
+                    prepared = prepare(plan, planner, target)
+                else:
+                    prepared = named.prepare(plan, target)
+        finally:
+            if named is not None:
+                named.forget_state()
+        try:
+            report = _write(prepared)
             prepared = as_written(prepared, report)
             results = write_results(prepared, report)
-            visit.hand_over()
+            target.visit.hand_over()
         except BaseException:  # passed on; this save leaves its directory
-            prepared.target.progress.to(SaveState.FAILED)
-            visit.end(committed=False)
+            target.progress.to(SaveState.FAILED)
+            target.visit.end(committed=False)
             raise
-        prepared.target.progress.to(SaveState.WRITTEN)
+        target.progress.to(SaveState.WRITTEN)
         receipts = report.receipts if isinstance(report, RankWritten) else ()
-        self.state = SynchronousSave(visit=visit, receipts=receipts)
+        self.state = SynchronousSave(visit=target.visit, receipts=receipts)
         written = written_files(prepared, report)
+        self.after_write(written)
         if prepared.known is None:  # the metadata is another planner's, which may read the list
             return WrittenItems(results, written)
         token, files = prepared.known.token, prepared.files
-        if token == sent_token:
+        if named is not None and token == named.sent_token:
             return WrittenItems((), written, ResultsReference(token=token, files=files))
         outcome = Results(items=in_columns(results), files=files, token=token)
         return WrittenItems((), written, outcome)
-
-    def _prepared_by_name(
-        self, plan: SavePlan, planner: DCPSavePlanner
-    ) -> tuple[PreparedSave, str | None]:
-        """The prepared save, and the token of its results that the coordinator has."""
-        self.named_plan = None  # of an earlier save of this writer
-        if not isinstance(planner, SavePlanner):
-            with self._target(plan) as target:
-                return prepare(plan, planner, target=target, engine=default_engine()), None
-        self.named_plan = planner.named_plan
-        try:
-            with self._target(plan) as target:
-                prepared = planner.prepare(plan, target, default_engine())
-        finally:
-            planner.forget_state()
-        return prepared, planner.sent_token
 
     def _take_staging(self) -> None:
         """Adopt the staging's figures, and refuse a copy that failed (``StagingError``).
@@ -255,22 +240,22 @@ class RankSave:
         # A reader of the previous checkpoint's metadata must not find new files under its names.
         is_replacing = getattr(plan.storage_data, "replaced_directory", None) == directory
         if replaces is None and not settings.has_unique_names:
-            replaces = is_replacing or settings.may_replace(engine)
+            replaces = is_replacing or settings.may_replace()
         suffix = ""
         if replaces or settings.has_unique_names or has_failed_in(directory):
             # A file system refuses a second file of a name. A store replaces the first one.
             suffix = f"-{job[:8]}-{job[-8:]}" if is_address(settings.final_path) else f"-{job[:8]}"
         prefix = getattr(plan.storage_data, "prefix", None) or f"__{settings.rank}_"
-        progress = engine.in_progress.begin(job, path=directory, rank=settings.rank)
+        progress = engine.in_progress.begin(path=directory, rank=settings.rank)
         try:
             yield SaveTarget(
                 job=job,
                 settings=settings,
                 naming=settings.naming(prefix, suffix),
                 visit=Visit(directory, progress.created),
+                engine=engine,
                 timeline=self.timeline,
                 progress=progress,
-                timeout_s=engine.options.save_timeout_s,
                 faults=engine.faults,
             )
         except BaseException:  # passed on
@@ -292,6 +277,11 @@ class RankSave:
         """The planned split save, if it is one."""
         return self.state if isinstance(self.state, SplitSave) else None
 
+    @property
+    def early(self) -> EarlyCommit | None:
+        """Its early commit, until it is over; ``None`` if it cannot be committed early."""
+        return None if self.split is None else self.split.early
+
     def require_over(self) -> None:
         """Raise ``OptionError`` if a split save is not finalised yet: its writer begins no other
         save.
@@ -299,7 +289,8 @@ class RankSave:
         split = self.split
         if split is None or not split.has_to_run or split.prepared.planned.sources:
             return  # no snapshot was taken
-        if not split.is_retrieved and split.failure() is None:
+        is_over = split.is_retrieved or split.progress.state is SaveState.COMMITTED
+        if not is_over and split.failure() is None:
             raise OptionError(
                 "this writer's last save is not finalised yet",
                 path=self.settings.directory,
@@ -320,9 +311,11 @@ class RankSave:
                 return []
             report = split.checked_report()
             split.is_retrieved = True
-            return read(split.prepared, report)
+            found = read(split.prepared, report)
+            self.after_write(self.written_files)
         except Exception as error:  # finalising reports it to every rank
             return _torch.wrap_exception(error)
+        return found
 
     @property
     def written_files(self) -> RankFiles:
@@ -364,6 +357,14 @@ class RankSave:
 
     # --- its end --------------------------------------------------------------------------------
 
+    def after_write(self, written: RankFiles) -> None:
+        """Do nothing; a subclass may use this rank's files, which are complete."""
+
+    def end(self, *, committed: bool) -> None:
+        """End a split save; any other has ended with its write."""
+        if self.split is not None:
+            self.split.end(committed=committed)
+
     def before_commit(self, written: Sequence[RankFiles | None]) -> None:  # noqa: ARG002  # a subclass looks at them
         """Call :attr:`write_extras`; a subclass may refuse all ranks' files. On the coordinator."""
         if self.write_extras is not None:
@@ -373,18 +374,17 @@ class RankSave:
         """Do nothing; a subclass may use what was just committed. On the coordinator."""
 
 
-def _write(prepared: PreparedSave, engine: Engine) -> tuple[PreparedSave, RankReport]:
+def _write(prepared: PreparedSave) -> RankReport:
     """Write a staged copy in the background; write other tensors directly."""
-    staged = take_over(prepared, engine)
+    target, staged = prepared.target, take_over(prepared)
     if staged is not None:
-        written = write_in_background(staged, prepared.target, engine)
-        return prepared, wait_for(written, prepared.target, engine)
+        return wait_for(write_in_background(staged, target), target)
     try:
-        report = write_directly(prepared, engine)
+        report = write_directly(prepared)
     except BaseException:  # passed on; the writing threads have removed what they made
-        engine.stop_threads(prepared.target.job)
-        remove_with_deadline(sorted(prepared.target.progress.created))
+        target.engine.stop_threads(target.job)
+        remove_with_deadline(sorted(target.progress.created))
         raise
     if isinstance(report, RankFailed):
-        remove_with_deadline(sorted(prepared.target.progress.created))
-    return prepared, report
+        remove_with_deadline(sorted(target.progress.created))
+    return report

@@ -174,7 +174,7 @@ class CheckpointMetadataCache:
         self._saves_to.clear()
 
     def forget(self) -> None:
-        """Plan the next save together: a rank's structure has changed, or a save failed."""
+        """Plan the next save together: a rank's structure has changed, or a commit failed."""
         self.plans = self.loaded_all_plans = self.all_plans = None
         self._central = self._local = self.known = self.sent_token = None
         self.known_results = KnownResults()

@@ -156,7 +156,7 @@ class SplitSave(BackgroundSave):
         self._fence: SnapshotFence | None = None
         self._checking = threading.Lock()
         self.is_retrieved = False
-        """Whether somebody has asked for its results, or nobody will."""
+        """Whether somebody has asked for its results."""
         self.final_report: RankReport | None = None
         """Its report, once :meth:`checked_report` has returned it."""
         self.receipts: tuple[FileReceipt, ...] = ()
@@ -173,17 +173,23 @@ class SplitSave(BackgroundSave):
         staging it returns at once, and tensors may be changed after :meth:`wait_staged`.
         """
         snapshot: Snapshot | Future[Snapshot]
+        if self.prepared.layout.files and not self.prepared.planned.sources:
+            raise StagingError(
+                "the snapshot of this save was already taken",
+                rank=self.rank,
+                phase="stage",
+                job=self.job,
+                hint="every save takes one snapshot; plan again to take another",
+            )
         # Faults are those set when the save is scheduled.
         target = replace(self.prepared.target, faults=self.engine.faults)
         with uninterrupted():
             try:
                 self.prepared = replace(self.prepared, target=target)
-                if self.prepared.target.settings.staging == "overlapped":
-                    snapshot, self._fence = stage_in_background(
-                        self.prepared, self.engine, is_aborted=lambda: self.progress.is_over
-                    )
+                if target.settings.staging == "overlapped":
+                    snapshot, self._fence = stage_in_background(self.prepared)
                 else:
-                    snapshot = stage(self.prepared, self.engine)
+                    snapshot = stage(self.prepared)
             except BaseException:  # passed on
                 self.engine.stop_threads(self.job)
                 remove_with_deadline(sorted(self.progress.created))
@@ -202,7 +208,7 @@ class SplitSave(BackgroundSave):
         """Wait for a snapshot and write it while the caller waits."""
         if isinstance(snapshot, Future):
             snapshot = self._await_snapshot(snapshot)
-        return write_here(snapshot, self.prepared.target, self.engine)
+        return write_here(snapshot, self.prepared.target)
 
     def _await_snapshot(self, staging: Future[Snapshot]) -> Snapshot:
         timeout_s = self.engine.options.save_timeout_s
@@ -221,7 +227,7 @@ class SplitSave(BackgroundSave):
 
     def _give_up(self, staged: Future[Snapshot]) -> None:
         if staged.exception() is None:
-            give_up(staged.result(), self.prepared.target, self.engine)
+            give_up(staged.result(), self.prepared.target)
 
     def submit(self, snapshot: Snapshot | Future[Snapshot]) -> Future[RankReport]:
         """Send a snapshot to the writer process as soon as it is taken."""
@@ -230,9 +236,9 @@ class SplitSave(BackgroundSave):
         try:
             if self.progress.is_over:
                 raise SaveAbortedError("the save was aborted", phase="stage")
-            written = write_in_background(snapshot, self.prepared.target, self.engine)
+            written = write_in_background(snapshot, self.prepared.target)
         except BaseException:  # passed on; no write owns the snapshot yet
-            give_up(snapshot, self.prepared.target, self.engine)
+            give_up(snapshot, self.prepared.target)
             raise
         if self.progress.is_over:  # meanwhile, by a caller that found no job to cancel
             self.engine.cancel(self.job, written)
@@ -243,16 +249,14 @@ class SplitSave(BackgroundSave):
 
         def go_on(staged: Future[Snapshot]) -> None:
             try:
-                try:
-                    written = self.submit(staged.result())
-                finally:
-                    # The snapshot is the writer's now; before the report, after which nothing may
-                    # be in progress.
-                    if self._fence is not None:
-                        self._fence.leave()
+                written = self.submit(staged.result())
             except BaseException as error:  # becomes the report
-                report.set_result(self.failed(error, phase="stage"))
-                return
+                written = Future()
+                written.set_result(self.failed(error, phase="stage"))
+            # The snapshot is the writer's now; before the report, after which nothing may be in
+            # progress.
+            if self._fence is not None:
+                self._fence.leave()
             written.add_done_callback(lambda done: report.set_result(done.result()))
 
         staging.add_done_callback(go_on)

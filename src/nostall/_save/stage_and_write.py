@@ -16,7 +16,6 @@ from functools import partial
 
 import torch
 
-from nostall._engine import Engine
 from nostall._memory.arena import Lease
 from nostall._memory.copying import Copies, require_unchanged
 from nostall._memory.overlap import Marks, SnapshotFence, stage_behind
@@ -32,12 +31,12 @@ from nostall._model.jobs import (
 )
 from nostall._model.names import some
 from nostall._model.progress import SaveState
-from nostall._model.threads import is_done, spawn_or_run
+from nostall._model.threads import is_done
 from nostall._model.values import Layout, PlannedSave
 from nostall._plan.layout import waves
 from nostall._ranks.failures import await_report, error_of, failure_of, joined, when_done
 from nostall._save.prepared import PreparedSave, SaveTarget
-from nostall._storage.deadlines import remove_with_deadline
+from nostall._storage.deadlines import begin, remove_with_deadline
 from nostall._storage.locations import is_address, storage_options_of
 from nostall._writer.files import perform
 from nostall._writer.seals import WholeImage
@@ -47,7 +46,7 @@ from nostall.errors import NostallError, SaveAbortedError, StagingError
 # --- take the snapshot ----------------------------------------------------------------------------
 
 
-def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False) -> Snapshot:
+def stage(prepared: PreparedSave, *, beyond_limit: bool = False) -> Snapshot:
     """Take the snapshot; when this returns, the trainer may change any tensor.
 
     ``SaveTimeoutError`` if earlier saves still hold all snapshot memory; ``ReservationError`` if
@@ -55,33 +54,30 @@ def stage(prepared: PreparedSave, engine: Engine, *, beyond_limit: bool = False)
     """
     prepared.target.progress.to(SaveState.STAGING)
     with prepared.target.timeline.measure("stage"):
-        snapshot, copies = _begin_snapshot(prepared, engine, beyond_limit=beyond_limit)
+        snapshot, copies = _begin_snapshot(prepared, beyond_limit=beyond_limit)
         copies.wait()
     return snapshot
 
 
-def stage_in_background(
-    prepared: PreparedSave, engine: Engine, *, is_aborted: Callable[[], bool]
-) -> tuple[Future[Snapshot], SnapshotFence]:
+def stage_in_background(prepared: PreparedSave) -> tuple[Future[Snapshot], SnapshotFence]:
     """Take the snapshot during training; no tensor may be changed before a wait for the fence."""
-    _require_unstaged(prepared)
     prepared.target.progress.to(SaveState.STAGING)
     # The thread refers to this only, which has no tensors.
     bare = replace(prepared, planned=replace(prepared.planned, sources=()))
 
-    def begin(sources: list[torch.Tensor | bytes], after: Marks) -> tuple[Snapshot, Copies]:
+    def begin_copies(sources: list[torch.Tensor | bytes], after: Marks) -> tuple[Snapshot, Copies]:
         detached = replace(bare, planned=replace(bare.planned, sources=sources))
         Faults(bare.target.faults).at("stage")
         with bare.target.timeline.measure("stage"):
-            return _begin_snapshot(detached, engine, after=after, is_aborted=is_aborted)
+            return _begin_snapshot(detached, after=after)
 
     return stage_behind(
         prepared.planned.sources,
         [shape.fqn for shape in prepared.layout.shapes],
-        begin=begin,
-        discard=lambda snapshot: give_up(snapshot, bare.target, engine),
+        begin=begin_copies,
+        discard=lambda snapshot: give_up(snapshot, bare.target),
         is_watched=True,
-        timeout_s=engine.options.save_timeout_s,
+        timeout_s=bare.target.engine.options.save_timeout_s,
     )
 
 
@@ -99,27 +95,22 @@ def _changed(planned: PlannedSave) -> list[str]:
     return names
 
 
-def give_up(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> None:
+def give_up(snapshot: Snapshot, target: SaveTarget) -> None:
     """Release a snapshot that will not be written, and cancel the waves before it."""
     snapshot.lease.release()
-    _cancel(snapshot.earlier, target, engine)
+    _cancel(snapshot.earlier, target)
 
 
-def _cancel(written: Sequence[Future[RankReport]], target: SaveTarget, engine: Engine) -> None:
+def _cancel(written: Sequence[Future[RankReport]], target: SaveTarget) -> None:
     # No file of a save that is given up may be written later: another save may use its name.
-    engine.cancel(target.job, when_done(written, joined) if written else None)
+    target.engine.cancel(target.job, when_done(written, joined) if written else None)
 
 
 def _begin_snapshot(
-    prepared: PreparedSave,
-    engine: Engine,
-    *,
-    beyond_limit: bool = False,
-    after: Marks | None = None,
-    is_aborted: Callable[[], bool] = lambda: False,
+    prepared: PreparedSave, *, beyond_limit: bool = False, after: Marks | None = None
 ) -> tuple[Snapshot, Copies]:
     """The snapshot and its copies; of a save in waves, the last, while the others are written."""
-    _require_unstaged(prepared)
+    target, engine = prepared.target, prepared.target.engine
     layouts = waves(prepared.layout, engine.options.max_wave_nbytes)
     most = max(wave.image_nbytes for wave in layouts)
     written: list[Future[RankReport]] = []
@@ -127,7 +118,7 @@ def _begin_snapshot(
     try:
         while True:
             wave = layouts[len(written)]
-            lease = lease_for(prepared, engine, most, beyond_limit=beyond_limit)
+            lease = lease_for(target, most, beyond_limit=beyond_limit)
             try:
                 snapshot, copies = begin_snapshot(
                     prepared.planned, wave, lease, method=engine.copy_method, after=after
@@ -137,88 +128,66 @@ def _begin_snapshot(
                 raise StagingError(
                     f"the snapshot failed: {type(error).__name__}: {error}"
                     + (f"; changed after planning: {some(changed)}" if changed else ""),
-                    rank=prepared.target.settings.rank,
+                    rank=target.settings.rank,
                     phase="stage",
-                    job=prepared.target.job,
+                    job=target.job,
                     hint="stage before a tensor's data is replaced or resized" if changed else None,
                 ) from error
             snapshot = replace(snapshot, wave=len(written))
             if wave is layouts[-1]:
                 return replace(snapshot, earlier=tuple(written)), copies
             copies.wait()
-            _require_going(prepared, written, is_aborted)
-            written.append(write_in_background(snapshot, prepared.target, engine))
+            _require_going(target, written)
+            written.append(write_in_background(snapshot, target))
             lease = None  # owned by the write
     except BaseException:  # an interrupt, too: nothing else releases the lease and the waves
         if lease is not None:
             lease.release()
-        _cancel(written, prepared.target, engine)
+        _cancel(written, target)
         raise
 
 
-def _require_going(
-    prepared: PreparedSave, written: Sequence[Future[RankReport]], is_aborted: Callable[[], bool]
-) -> None:
+def _require_going(target: SaveTarget, written: Sequence[Future[RankReport]]) -> None:
     """Refuse the next wave of a save that is aborted or has failed."""
-    if is_aborted():
-        rank, job = prepared.target.settings.rank, prepared.target.job
+    if target.progress.is_over:
+        rank, job = target.settings.rank, target.job
         raise SaveAbortedError("the save was aborted", rank=rank, phase="stage", job=job)
     for report in [each.result() for each in written if is_done(each)]:
         if isinstance(report, RankFailed):
-            raise error_of(report, job=prepared.target.job)
+            raise error_of(report, job=target.job)
 
 
 def lease_for(
-    prepared: PreparedSave,
-    engine: Engine,
-    nbytes: int,
-    *,
-    beyond_limit: bool,
-    as_buffer: bool = False,
+    target: SaveTarget, nbytes: int, *, beyond_limit: bool, as_buffer: bool = False
 ) -> Lease:
     """Memory of the engine for a snapshot; errors name the save."""
     try:
-        return engine.lease(nbytes, beyond_limit=beyond_limit, as_buffer=as_buffer)
+        return target.engine.lease(nbytes, beyond_limit=beyond_limit, as_buffer=as_buffer)
     except NostallError as error:
-        error.rank, error.job = prepared.target.settings.rank, prepared.target.job
+        error.rank, error.job = target.settings.rank, target.job
         raise
-
-
-def _require_unstaged(prepared: PreparedSave) -> None:
-    if prepared.layout.files and not prepared.planned.sources:
-        raise StagingError(
-            "the snapshot of this save was already taken",
-            rank=prepared.target.settings.rank,
-            phase="stage",
-            job=prepared.target.job,
-            hint="every save takes one snapshot; plan again to take another",
-        )
 
 
 # --- write it -------------------------------------------------------------------------------------
 
 
-def write_here(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> RankReport:
+def write_here(snapshot: Snapshot, target: SaveTarget) -> RankReport:
     """Write in this process while the caller waits; releases the snapshot."""
-    written = _write_in_thread(snapshot, target, engine)
-    return wait_for(written, target, engine)
+    return wait_for(_write_in_thread(snapshot, target), target)
 
 
-def wait_for(written: Future[RankReport], target: SaveTarget, engine: Engine) -> RankReport:
+def wait_for(written: Future[RankReport], target: SaveTarget) -> RankReport:
     """A rank's report; the save is given up after a timeout or if the caller is interrupted.
 
     After an interrupt the files are removed, as no report names them.
     """
-
-    def give_up() -> None:
-        engine.cancel(target.job, written)
-
+    give_up = partial(target.engine.cancel, target.job, written)
     try:
         return await_report(
             written,
             rank=target.settings.rank,
             path=target.settings.directory,
-            timeout_s=engine.options.save_timeout_s,
+            timeout_s=target.engine.options.save_timeout_s,
             give_up=give_up,
         )
     except BaseException:  # an interrupt, such as Ctrl-C, too
@@ -227,34 +196,31 @@ def wait_for(written: Future[RankReport], target: SaveTarget, engine: Engine) ->
         raise
 
 
-def _write(
-    snapshot: Snapshot, target: SaveTarget, engine: Engine, *, cancelled: threading.Event
-) -> RankReport:
+def _write(snapshot: Snapshot, target: SaveTarget, cancelled: threading.Event) -> RankReport:
     try:
-        layout, wave, block = snapshot.layout, snapshot.wave, snapshot.lease.block.id
-        job = job_of(layout, target, engine, wave=wave, block=block)
-        images = _images(job, snapshot)
+        block = snapshot.lease.block
+        job = job_of(snapshot.layout, target, wave=snapshot.wave, block=block.id)
+        images = {
+            image.name: WholeImage(block.image(image.block_offset, page_aligned(image.nbytes)))
+            for image in job.files
+        }
         report = perform(
             job,
             images,
             () if target.settings.stream is None else (target.settings.stream,),
-            cancelled,
-            partial(target.progress.wrote, job.job),
-            target.progress.created.add,
+            cancelled=cancelled,
+            on_progress=partial(target.progress.wrote, job.job),
+            on_created=target.progress.created.add,
         )
     finally:
         snapshot.lease.release()
     if not snapshot.earlier:
         return report
-    before = wait_for(when_done(snapshot.earlier, joined), target, engine)
+    before = wait_for(when_done(snapshot.earlier, joined), target)
     return joined([before, report])
 
 
-def write_in_background(
-    snapshot: Snapshot,
-    target: SaveTarget,
-    engine: Engine,
-) -> Future[RankReport]:
+def write_in_background(snapshot: Snapshot, target: SaveTarget) -> Future[RankReport]:
     """Write in the writer process, or a thread for unpicklable callables; releases the snapshot."""
     target.progress.to(SaveState.STAGED)
     stream: bytes | None = None
@@ -262,54 +228,42 @@ def write_in_background(
         with suppress(pickle.PicklingError, AttributeError, TypeError):
             stream = pickle.dumps(target.settings.stream)
         if stream is None or b"__main__" in stream:  # the writer process does not run it
-            return _write_in_thread(snapshot, target, engine)
-    job = job_of(
-        snapshot.layout,
-        target,
-        engine,
-        wave=snapshot.wave,
-        block=snapshot.lease.block.id,
-        stream=stream,
-    )
-    return engine.submit(job, snapshot.lease, after=snapshot.earlier)
+            return _write_in_thread(snapshot, target)
+    block = snapshot.lease.block.id
+    job = job_of(snapshot.layout, target, wave=snapshot.wave, block=block, stream=stream)
+    return target.engine.submit(job, snapshot.lease, target.progress, after=snapshot.earlier)
 
 
-def _write_in_thread(snapshot: Snapshot, target: SaveTarget, engine: Engine) -> Future[RankReport]:
-    snapshot = replace(snapshot, lease=engine.arena.adopt(snapshot.lease))  # as Engine.submit does
-    return in_thread(
-        lambda cancelled: _write(snapshot, target, engine, cancelled=cancelled), target, engine
-    )
+def _write_in_thread(snapshot: Snapshot, target: SaveTarget) -> Future[RankReport]:
+    # As Engine.submit does.
+    snapshot = replace(snapshot, lease=target.engine.arena.adopt(snapshot.lease))
+    return in_thread(partial(_write, snapshot, target), target)
 
 
 def in_thread(
-    write: Callable[[threading.Event], RankReport], target: SaveTarget, engine: Engine
+    write: Callable[[threading.Event], RankReport], target: SaveTarget
 ) -> Future[RankReport]:
     """Write in a new thread, which is abandoned if storage hangs. It owns all that ``write`` holds.
 
-    ``write`` receives an event, which ``engine.cancel`` sets when the save is given up.
+    ``write`` receives an event, which ``Engine.cancel`` sets when the save is given up.
     """
-    future: Future[RankReport] = Future()
-    future.set_running_or_notify_cancel()
     registered = ExitStack()
-    cancelled = registered.enter_context(engine.cancellable(target.job))
+    cancelled = registered.enter_context(target.engine.cancellable(target.job))
 
-    def run() -> None:
+    def run() -> RankReport:
         with registered:
             try:
-                report = write(cancelled)
+                return write(cancelled)
             except BaseException as error:  # becomes the report
                 failure = failure_of(error, phase="write")
-                report = RankFailed(rank=target.settings.rank, failure=failure)
-        future.set_result(report)
+                return RankFailed(rank=target.settings.rank, failure=failure)
 
-    spawn_or_run("nostall-writer", run)
-    return future
+    return begin("nostall-writer", run)
 
 
 def job_of(
     layout: Layout,
     target: SaveTarget,
-    engine: Engine,
     *,
     wave: int = 0,
     block: int = NO_BLOCK,
@@ -320,7 +274,7 @@ def job_of(
     ``block`` identifies the arena block that holds the images; ``stream`` is a pickle of the user's
     callables.
     """
-    settings = target.settings
+    settings, engine = target.settings, target.engine
     needs_packages = stream is not None or is_address(settings.directory) or target.faults
     return WriteJob(
         job=f"{target.job}/{settings.rank}/{wave}",
@@ -347,11 +301,3 @@ def job_of(
         storage_options=storage_options_of(settings.directory),
         faults=target.faults,
     )
-
-
-def _images(job: WriteJob, snapshot: Snapshot) -> dict[str, WholeImage]:
-    block = snapshot.lease.block
-    return {
-        image.name: WholeImage(block.image(image.block_offset, page_aligned(image.nbytes)))
-        for image in job.files
-    }

@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -145,24 +146,18 @@ def _begin_copy(
     state_dict: Mapping[str, Any], engine: Engine, settings: WriterSettings
 ) -> tuple[list[Leaf], StagedStateDict, TargetViews]:
     leaves = find_leaves(state_dict)
-    key = (structure_of(leaves), settings.naming(), settings.packing(engine))
+    naming, packing = settings.naming(), settings.packing(engine)
+    key = (structure_of(leaves), naming, packing)
     placement = engine.placements.get(key)
     if placement is None:
-        placement = _predicted(state_dict, engine, settings)
+        shapes: Sequence[ItemShape] = ()
+        with suppress(Exception):  # planning the save raises it again, where DCP shares failures
+            shapes = shapes_planned_alone(state_dict, settings.file_format)
+        # Right if no other rank writes an item of this one.
+        placement = _placement(engine.lay_out(shapes, naming, packing)) if shapes else {}
         engine.remember_placement(key, placement)
     staged, places = stage_state_dict(state_dict, leaves, placement, engine.lease)
     return leaves, staged, places
-
-
-def _predicted(
-    state_dict: Mapping[str, Any], engine: Engine, settings: WriterSettings
-) -> Placement:
-    """The places of the payloads if no other rank writes an item of this one."""
-    try:
-        shapes = shapes_planned_alone(state_dict, settings.file_format)
-    except Exception:  # planning the save raises it again, where DCP shares failures
-        return {}
-    return _placement(engine.lay_out(shapes, settings.naming(), settings.packing(engine)))
 
 
 def shapes_planned_alone(
@@ -182,7 +177,7 @@ def _substitute(
     failure = error_of(RankFailed(rank=rank, failure=failure_of(error, phase="stage")))
     failure.path = settings.directory
     fence = SnapshotFence()
-    fence.end(failure)
+    fence.fail(failure)
     substitute = unstaged(state_dict, failure)
     if settings.staging != "overlapped":
         return substitute, fence
@@ -191,21 +186,21 @@ def _substitute(
     return future, fence
 
 
-def take_over(prepared: PreparedSave, engine: Engine) -> Snapshot | None:
+def take_over(prepared: PreparedSave) -> Snapshot | None:
     """The snapshot of staged items that are in their places; ``None`` for other items.
     ``StagingError`` if the stager's copy cannot be used.
     """
+    engine, settings = prepared.target.engine, prepared.target.settings
     lease = _stager_lease(prepared, engine)
     if lease is None:
         return None
     structure = lease.label
     if isinstance(structure, StagingError):
         error = copy(structure)
-        error.rank = prepared.target.settings.rank
+        error.rank = settings.rank
         raise error
     adopted = adopt_staged(prepared.planned, prepared.layout, lease)
     if adopted is None:
-        settings = prepared.target.settings
         key = (structure, settings.naming(), settings.packing(engine))
         engine.remember_placement(key, _placement(prepared.layout))
         return None
@@ -268,19 +263,17 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
     if not is_possible_wait(timeout):
         raise OptionError(f"invalid timeout={timeout!r}", hint="use seconds")
     engine = default_engine()
-    if not isinstance(share, Mapping | Integral):
+    if isinstance(share, Mapping):
+        shapes = shapes_planned_alone(share)
+        nbytes = engine.lay_out(shapes, FileNaming(prefix=""), Packing(file_count=1)).image_nbytes
+        nbytes = min(nbytes, engine.options.max_wave_nbytes or nbytes)
+    elif isinstance(share, Integral):
+        nbytes = require_integer("share", share, at_least=0)
+    else:
         raise OptionError(
             f"warmup() got an object of type {type(share).__name__}",
             hint="pass the state dict that will be saved, or a number of bytes",
         )
-    if isinstance(share, Mapping):
-        nbytes = _snapshot_nbytes(share, engine)
-    else:
-        nbytes = require_integer("share", share, at_least=0)
-    if wait:
-        with uninterrupted():
-            _warm_up(engine, nbytes, timeout)
-        return
 
     def warm_up() -> None:
         try:
@@ -289,7 +282,10 @@ def warmup(share: int | Mapping[str, Any] = 0, *, timeout: float = 30.0, wait: b
             _log.warning("the warm-up failed: %s", error)
 
     with uninterrupted():
-        engine.reserve_on_thread(warm_up)
+        if wait:
+            _warm_up(engine, nbytes, timeout)
+        else:
+            engine.reserve_on_thread(warm_up)
 
 
 def _warm_up(engine: Engine, nbytes: int, timeout_s: float) -> None:
@@ -304,10 +300,3 @@ def _warm_up(engine: Engine, nbytes: int, timeout_s: float) -> None:
             phase="warmup",
             hint="its standard error says why; sys.executable must be a Python interpreter",
         )
-
-
-def _snapshot_nbytes(state_dict: Mapping[str, Any], engine: Engine) -> int:
-    shapes = shapes_planned_alone(state_dict)
-    naming = FileNaming(prefix="", separation_hint=None)
-    nbytes = engine.lay_out(shapes, naming, Packing(file_count=1)).image_nbytes
-    return min(nbytes, engine.options.max_wave_nbytes or nbytes)

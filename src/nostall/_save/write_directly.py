@@ -24,7 +24,6 @@ from functools import partial
 
 import torch
 
-from nostall._engine import Engine
 from nostall._memory.arena import address_of
 from nostall._memory.copying import copy_bytes, in_payload_order
 from nostall._model.jobs import RankReport, WriteJob, page_aligned
@@ -37,7 +36,7 @@ from nostall._writer.seals import Window
 from nostall.errors import ReservationError, StagingError
 
 
-def write_directly(prepared: PreparedSave, engine: Engine) -> RankReport:
+def write_directly(prepared: PreparedSave) -> RankReport:
     """Write a rank's share while the caller, and with it the trainer, waits.
 
     Takes a snapshot if it needs no more memory than the ring, or if chunks cannot be made one by
@@ -45,27 +44,25 @@ def write_directly(prepared: PreparedSave, engine: Engine) -> RankReport:
     earlier saves still hold all snapshot memory; ``ReservationError`` if there is not enough host
     memory; ``StagingError`` if a copy failed.
     """
+    target, engine = prepared.target, prepared.target.engine
     # Not waited for: the stager's lease, still held if the planner replaced all staged tensors.
     beyond_limit = engine.arena.anything_labelled
-    threads, buffer_nbytes = _ring_size(prepared, engine)
+    threads, buffer_nbytes = _ring_size(prepared)
     if (
-        prepared.target.settings.stream is not None
+        target.settings.stream is not None
         or prepared.layout.image_nbytes <= threads * buffer_nbytes
         or not all(isinstance(each, bytes) or each.is_cpu for each in prepared.planned.sources)
     ):
-        snapshot = stage(prepared, engine, beyond_limit=beyond_limit)
-        return write_here(snapshot, prepared.target, engine)
-    target, job = prepared.target, job_of(prepared.layout, prepared.target, engine)
-    job = job._replace(io_threads=threads)
+        return write_here(stage(prepared, beyond_limit=beyond_limit), target)
+    job = job_of(prepared.layout, target)._replace(io_threads=threads)
     if is_address(target.settings.directory):
         write = partial(_write, prepared, job, lambda _: _Buffer.new(buffer_nbytes))
-        written = in_thread(write, target, engine)
-        return wait_for(written, target, engine)
+        return wait_for(in_thread(write, target), target)
     nbytes = threads * buffer_nbytes
     try:
-        lease = lease_for(prepared, engine, nbytes, beyond_limit=beyond_limit, as_buffer=True)
+        lease = lease_for(target, nbytes, beyond_limit=beyond_limit, as_buffer=True)
     except ReservationError:  # then a block that is prepared for a snapshot has to do
-        lease = lease_for(prepared, engine, nbytes, beyond_limit=beyond_limit)
+        lease = lease_for(target, nbytes, beyond_limit=beyond_limit)
     lease = engine.arena.adopt(lease)
 
     def write_in_ring(cancelled: threading.Event) -> RankReport:
@@ -80,20 +77,19 @@ def write_directly(prepared: PreparedSave, engine: Engine) -> RankReport:
         finally:
             lease.release()
 
-    written = in_thread(write_in_ring, target, engine)
-    return wait_for(written, target, engine)
+    return wait_for(in_thread(write_in_ring, target), target)
 
 
-def _ring_size(prepared: PreparedSave, engine: Engine) -> tuple[int, int]:
+def _ring_size(prepared: PreparedSave) -> tuple[int, int]:
     """Number of buffers, one per thread, and bytes of each: a chunk and the longest suffix."""
+    engine = prepared.target.engine
     ends = (len(each.container.suffix) for each in prepared.layout.shapes if each.container)
     chunk_nbytes = prepared.target.settings.chunk_nbytes(prepared.layout, engine)
     buffer_nbytes = page_aligned(chunk_nbytes + max(ends, default=0))
-    limit = engine.options.max_wave_nbytes
-    threads = engine.io_threads
-    return (
-        threads if limit is None else max(1, min(threads, limit // buffer_nbytes))
-    ), buffer_nbytes
+    limit, threads = engine.options.max_wave_nbytes, engine.io_threads
+    if limit is not None:
+        threads = max(1, min(threads, limit // buffer_nbytes))
+    return threads, buffer_nbytes
 
 
 def _write(
@@ -107,12 +103,13 @@ def _write(
         file.name: _LiveImage(file, prepared.layout.shapes, payloads, buffer_of)
         for file in prepared.layout.files
     }
+    progress = prepared.target.progress
     return perform(
         job,
         images,
         cancelled=cancelled,
-        on_progress=partial(prepared.target.progress.wrote, job.job),
-        on_created=prepared.target.progress.created.add,
+        on_progress=partial(progress.wrote, job.job),
+        on_created=progress.created.add,
     )
 
 

@@ -177,11 +177,9 @@ def remove_unnamed(paths: Iterable[str]) -> None:
 
 def _content(storage: Files, name: str) -> bytes:
     """The content of a metadata file, in which names stand as they are."""
-    try:
-        with open_to_read(storage, name) as stream:
-            return read_metadata(stream, storage.where(name))
-    except (FileNotFoundError, NotADirectoryError):
-        return b""
+    with suppress(FileNotFoundError, NotADirectoryError), open_to_read(storage, name) as stream:
+        return read_metadata(stream, storage.where(name))
+    return b""
 
 
 os.register_at_fork(after_in_child=_state.start_over)

@@ -51,12 +51,7 @@ class Stat(NamedTuple):
 
 
 def version_of(stat: Callable[[str], Stat], name: str) -> Version:
-    """The present version of a name.
-
-    Args:
-        stat: Tells what storage knows of a name.
-        name: The name.
-    """
+    """The present version of a name; ``stat`` is storage's."""
     try:
         return stat(name).version
     except FileNotFoundError:
@@ -66,9 +61,8 @@ def version_of(stat: Callable[[str], Stat], name: str) -> Version:
 class Source(Protocol):
     """One version of a file, opened for reading; fails if storage does not have it any more."""
 
-    @property
-    def stat(self) -> Stat:
-        """Its length and version."""
+    stat: Stat
+    """Its length and version."""
 
     def read_into(self, offset: int, *memories: memoryview) -> int:
         """Fill memory with what follows an offset.
@@ -89,9 +83,8 @@ class Source(Protocol):
 class Upload(Protocol):
     """A new file, written in parts from memory that stays unchanged until the file is finished."""
 
-    @property
-    def name(self) -> str:
-        """Its name: the requested one, or in a file system a similar one if that was taken."""
+    name: str
+    """Its name: the requested one, or in a file system a similar one if that was taken."""
 
     @property
     def any_order(self) -> bool:
@@ -263,11 +256,7 @@ def may_have(files: Files, name: str) -> bool:
 
 
 def require_file(files: Files, name: str, nbytes: int) -> None:
-    """Check that a file is where it was written.
-
-    Raises:
-        OSError: It does not exist, or has another size.
-    """
+    """Raise ``OSError`` if a file does not exist, or has another size than it was written with."""
     found = files.stat(name).nbytes
     if found != nbytes:
         what = f"the file has {found} bytes instead of {nbytes}"

@@ -26,7 +26,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from functools import lru_cache
 
 from nostall._model.jobs import page_aligned
 from nostall._model.names import METADATA_SUFFIX
@@ -43,6 +42,9 @@ from nostall._storage.port import (
     version_of,
 )
 from nostall.errors import NotDurableError, ReadError
+
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+_fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 """A new file; existing ones stay. Storage itself is asked: a cache of names can be out of date."""
@@ -360,17 +362,10 @@ def _preallocate(fd: int, nbytes: int) -> None:
     writes inside it do not (ext4, XFS).
     """
     # Not os.posix_fallocate(), which writes zeros where the file system does not support it.
-    if nbytes and _libc().fallocate(fd, 0, 0, nbytes):
+    if nbytes and _fallocate(fd, 0, 0, nbytes):
         code = ctypes.get_errno()
         if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise OSError(code, os.strerror(code))
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return libc
 
 
 class PosixSource:
@@ -475,7 +470,7 @@ class HeldDirectory:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def list(self) -> list[str]:
@@ -488,7 +483,7 @@ class HeldDirectory:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                error.filename = os.path.join(self._path, name)
+                error.filename = os.path.join(self.path, name)
                 raise
 
     def flush(self) -> None:
@@ -497,8 +492,8 @@ class HeldDirectory:
     def remove_place(self) -> None:
         """Remove the directory if it is empty, and make that durable."""
         with suppress(FileNotFoundError):
-            os.rmdir(self._path)
-        sync_directory(os.path.dirname(self._path))
+            os.rmdir(self.path)
+        sync_directory(os.path.dirname(self.path))
 
     def close(self) -> None:
         os.close(self._fd)

@@ -24,8 +24,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
-from typing import Any
 
 from nostall._storage.port import between
 from nostall._storage.posix import PosixSource, PosixStorage
@@ -44,6 +42,18 @@ _REFUSED = frozenset({errno.EINVAL, errno.ENOTSUP})
 _CACHESTAT = 451
 """Number of the system call, of Linux 6.5, on all machines that torch has builds for."""
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+_pointer, _size = ctypes.c_void_p, ctypes.c_size_t
+_libc = ctypes.CDLL(None)
+_libc.mmap.argtypes = (_pointer, _size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_libc.mmap.restype = _pointer
+_libc.mincore.argtypes = (_pointer, _size, _pointer)
+_libc.munmap.argtypes = (_pointer, _size)
+
+# Holds the interpreter lock: releasing and reacquiring it takes longer than the call.
+_syscall = ctypes.PyDLL(None).syscall
+_syscall.argtypes = (ctypes.c_long, ctypes.c_int, _pointer, _pointer, ctypes.c_uint)
+_syscall.restype = ctypes.c_long
 
 
 class UncachedFiles(PosixStorage):
@@ -168,7 +178,7 @@ def _read_pages(
     nbytes = max(0, min(read - unwanted, nbytes))
     at = _address_of(scratch) + unwanted
     for memory in between(memories, 0, nbytes):
-        _libc().memcpy(_address_of(memory), at, len(memory))
+        ctypes.memmove(_address_of(memory), at, len(memory))  # releases the interpreter lock
         at += len(memory)
     return nbytes
 
@@ -184,39 +194,15 @@ def is_cached(fd: int, begin: int, end: int) -> bool:
     nbytes = end - begin
     # 2 us, whatever the length; mincore() takes 70 to 110 us for 8 MiB.
     counts = (ctypes.c_uint64 * 5)()  # cached, dirty, being written back, evicted, evicted recently
-    if _syscall()(_CACHESTAT, fd, (ctypes.c_uint64 * 2)(begin, nbytes), counts, 0) == 0:
+    if _syscall(_CACHESTAT, fd, (ctypes.c_uint64 * 2)(begin, nbytes), counts, 0) == 0:
         return 2 * counts[0] * _PAGE_NBYTES >= nbytes
-    address = _libc().mmap(None, nbytes, 0, mmap.MAP_SHARED, fd, begin)
+    address = _libc.mmap(None, nbytes, 0, mmap.MAP_SHARED, fd, begin)
     if address == _MAP_FAILED:
         return True
     try:
         pages = ctypes.create_string_buffer(-(-nbytes // _PAGE_NBYTES))
-        if _libc().mincore(address, nbytes, pages):
+        if _libc.mincore(address, nbytes, pages):
             return True
         return 2 * pages.raw.count(1) * _PAGE_NBYTES >= nbytes
     finally:
-        _libc().munmap(address, nbytes)
-
-
-@lru_cache(maxsize=1)
-def _syscall() -> Any:
-    """Holds the interpreter lock: releasing and reacquiring it takes longer than the call."""
-    syscall = ctypes.PyDLL(None).syscall
-    pointer = ctypes.c_void_p
-    syscall.argtypes = (ctypes.c_long, ctypes.c_int, pointer, pointer, ctypes.c_uint)
-    syscall.restype = ctypes.c_long
-    return syscall
-
-
-@lru_cache(maxsize=1)
-def _libc() -> ctypes.CDLL:
-    """Functions that release the interpreter lock."""
-    libc = ctypes.CDLL(None)
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    libc.memcpy.argtypes = (pointer, pointer, size)
-    libc.memcpy.restype = None
-    libc.mmap.argtypes = (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-    libc.mmap.restype = pointer
-    libc.mincore.argtypes = (pointer, size, pointer)
-    libc.munmap.argtypes = (pointer, size)
-    return libc
+        _libc.munmap(address, nbytes)

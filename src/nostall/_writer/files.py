@@ -8,10 +8,9 @@ Chunks of a file are taken in order by whichever thread is free. For each chunk 
 
 1. computes the CRC-32 of the payloads and payload parts in it, and seals the containers whose
    payload is entirely in it,
-2. seals the other containers whose payload ends in it, once the threads with the earlier parts of
-   that payload have done step 1,
-3. writes it, once step 2 is done for all earlier chunks, as a container's end may reach into later
-   chunks.
+2. seals the other containers whose payload ends in it, once all earlier chunks are sealed: they
+   have the earlier parts of that payload, and a container's end may reach into later chunks,
+3. writes it.
 
 Where files go through the page cache, two threads do all of this and write the chunks of a file one
 after the other: the system lets only one thread at a time write into such a file, and further
@@ -36,7 +35,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from nostall._model.jobs import (
     Failure,
-    Faults,
     FileImage,
     FileReceipt,
     RankFailed,
@@ -50,7 +48,7 @@ from nostall._model.threads import work_together
 from nostall._storage.directories import remove_unnamed
 from nostall._storage.locations import is_address, storage_at, take_storage_options
 from nostall._storage.port import Files, Upload, is_transient, require_file
-from nostall._writer.seals import Cancelled, Image, Payloads, Position
+from nostall._writer.seals import Cancelled, GivenUp, Image, Payloads, Position, Window
 from nostall._writer.streams import StreamFiles, StreamTarget
 
 
@@ -58,9 +56,10 @@ def perform(
     job: WriteJob,
     images: Mapping[str, Image],
     streams: Sequence[StreamTarget] = (),
-    cancelled: threading.Event | None = None,
-    on_progress: Callable[[int], None] = lambda _: None,
-    on_created: Callable[[str], None] = lambda _: None,
+    *,
+    cancelled: threading.Event,
+    on_progress: Callable[[int], None],
+    on_created: Callable[[str], None],
 ) -> RankReport:
     """Write all files of a job; never raises an ordinary exception.
 
@@ -70,23 +69,17 @@ def perform(
     sets ``cancelled`` to stop the job between two chunks. ``on_progress`` (bytes written so far)
     and ``on_created`` (path of a new file) are called in any thread.
     """
-    at = Position(
-        job.directory,
-        cancelled=cancelled or threading.Event(),
-        on_progress=on_progress,
-        on_created=on_created,
-    )
+    at = Position(job, cancelled, on_progress, on_created)
     try:
         at.wrote(0)
-        faults = Faults(job.faults)
-        faults.at("start")
+        at.faults.at("start")
         take_storage_options(job.directory, job.storage_options)
         storage = storage_at(job.directory, sync=job.sync_files, direct=job.direct)
         storage.make_place()
         if streams:
-            receipts = StreamFiles(job, images, faults, at, streams).write()
+            receipts = StreamFiles(job, images, at, streams).write()
         else:
-            receipts = write_images(job, storage, images, faults, at)
+            receipts = write_images(job, storage, images, at)
             for receipt in receipts:  # the directory may have been removed meanwhile
                 at.move("write", storage.where(receipt.name))
                 require_file(storage, receipt.name, receipt.nbytes)
@@ -94,7 +87,7 @@ def perform(
             at.move("fsync", job.directory)
             storage.flush()
         report = RankWritten(rank=job.rank, receipts=receipts)
-        faults.at("report")
+        at.faults.at("report")
         at.raise_if_cancelled()  # the caller no longer waits for the report
     except BaseException as error:  # every failure is reported to the trainer
         remove_unnamed(sorted(at.created))
@@ -163,11 +156,7 @@ _SPANS_KEPT = 2000
 
 
 def write_images(
-    job: WriteJob,
-    storage: Files,
-    images: Mapping[str, Image],
-    faults: Faults,
-    at: Position,
+    job: WriteJob, storage: Files, images: Mapping[str, Image], at: Position
 ) -> tuple[FileReceipt, ...]:
     """Write all files of a job, each up to ``job.retries`` times anew after a transient error.
 
@@ -180,7 +169,7 @@ def write_images(
     attempt = 0
     while True:
         tasks = [
-            _FileTask(job, storage, image, images[image.name], faults, at, checksums)
+            _FileTask(job, storage, image, images[image.name], at, checksums)
             for image in job.files
             if image.name not in done
         ]
@@ -215,7 +204,7 @@ class _Chunks:
     def __init__(self, tasks: Sequence[_FileTask], at: Position) -> None:
         self._tasks = tasks
         self._at = at
-        self._left = deque(_Chunk(task, n) for task in tasks for n in range(task.chunk_count))
+        self._left = deque((task, n) for task in tasks for n in range(task.chunk_count))
         self.count = len(self._left)
         self._hopeless = threading.Event()
         self._lock = threading.Lock()
@@ -227,16 +216,23 @@ class _Chunks:
             if thread >= _THREADS_IN_ORDER and self._tasks[0].is_in_order():
                 return
             try:
-                chunk = self._left.popleft()
+                task, chunk = self._left.popleft()
             except IndexError:
                 return
+            phase = "open"
             try:
                 self._at.raise_if_cancelled()
-                chunk.task.do_chunk(chunk, thread)
-            except _GivenUp:
+                window = task.seal(chunk, thread)
+                phase = "write"
+                is_last = task.write(chunk, window, thread)
+                del window  # its memory, before the next chunk takes more
+                if is_last:
+                    phase = task.last_phase
+                    task.finish(thread)
+            except GivenUp:
                 continue
             except Exception as error:  # reported by the caller, once
-                self._fail(chunk, error)
+                self._fail(task, phase, error)
 
     def give_up(self) -> None:
         """Fail all files that are not done."""
@@ -244,30 +240,15 @@ class _Chunks:
         for task in self._tasks:
             task.give_up()
 
-    def _fail(self, chunk: _Chunk, error: Exception) -> None:
+    def _fail(self, failed: _FileTask, phase: str, error: Exception) -> None:
         with self._lock:
-            if self._hopeless.is_set() or chunk.task.failure is not None:
+            if self._hopeless.is_set() or failed.failure is not None:
                 return
-            chunk.task.failure, chunk.task.failed_in = error, chunk.phase
+            failed.failure, failed.failed_in = error, phase
             if not is_transient(error):
                 self._hopeless.set()
-        for task in self._tasks if self._hopeless.is_set() else [chunk.task]:
+        for task in self._tasks if self._hopeless.is_set() else [failed]:
             task.give_up()
-
-
-class _Chunk:
-    """One chunk of one file, and the phase of the thread that works on it."""
-
-    __slots__ = ("number", "phase", "task")
-
-    def __init__(self, task: _FileTask, number: int) -> None:
-        self.task = task
-        self.number = number
-        self.phase = "open"
-
-
-class _GivenUp(Exception):
-    """Another thread failed; this one stops."""
 
 
 class _FileTask:
@@ -279,7 +260,6 @@ class _FileTask:
         storage: Files,
         image: FileImage,
         content: Image,
-        faults: Faults,
         at: Position,
         checksums: threading.Semaphore,
     ) -> None:
@@ -289,7 +269,6 @@ class _FileTask:
         self._storage = storage
         self._image = image
         self._content = content
-        self._faults = faults
         self._at = at
         self._checksums = checksums
         self._file: Upload | None = None
@@ -297,11 +276,9 @@ class _FileTask:
         size = page_aligned(max(1, job.chunk_nbytes))
         self._bounds = (*range(0, image.nbytes, size), image.nbytes) if image.nbytes else (0, 0)
         self.chunk_count = len(self._bounds) - 1
-        self._summed = [threading.Event() for _ in range(self.chunk_count)]
         self._sealed = [threading.Event() for _ in range(self.chunk_count)]
         self._written = [threading.Event() for _ in range(self.chunk_count)]
         self._opened = threading.Event()
-        self._left = self.chunk_count
         self.written_nbytes = 0
         self._given_up = False
         self.is_done = False
@@ -309,53 +286,56 @@ class _FileTask:
         self.failure: Exception | None = None
         self.failed_in = ""
         """The phase in which it failed."""
+        syncs = job.sync_files and not is_address(job.directory)
+        self.last_phase = "fsync" if syncs else "write"
         self._payloads = Payloads(image.seals, self._bounds)
         self._started_s = 0.0
         self._finished_s = 0.0
         self._spans: list[tuple[str, int, float, float]] = []
 
-    def do_chunk(self, chunk: _Chunk, thread: int) -> None:
-        number = chunk.number
-        begin, end = self._bounds[number], self._bounds[number + 1]
+    def seal(self, chunk: int, thread: int) -> Window:
+        """Checksum and seal a chunk, which can then be written."""
+        begin, end = self._bounds[chunk], self._bounds[chunk + 1]
         self._open()
         started_s = time.monotonic()
         with self._checksums:
             window = self._content.window(begin, end, thread=thread)
-            self._payloads.sum_parts(window, number)
-        self._summed[number].set()
-        for earlier in range(self._payloads.first_chunk_needed(number), number):
-            self._wait(self._summed[earlier])
-        self._payloads.seal_ending_in(window, number)
-        if number:
-            self._wait(self._sealed[number - 1])
-        # And all before it: the end of a container may reach over several chunks.
+            self._payloads.sum_parts(window, chunk)
+        if chunk:
+            self._wait(self._sealed[chunk - 1])  # and all before it
+        self._payloads.seal_ending_in(window, chunk)
         self._content.hand_over(window, end)
-        self._sealed[number].set()
+        self._sealed[chunk].set()
         if self._job.checksum_files:
             with self._checksums:
-                self._payloads.sum_chunk(window, number)
-        started_s = self._note("checksum", thread, started_s)
-        if number and self.is_in_order():
-            self._wait(self._written[number - 1])  # and all before it
-        chunk.phase = "write"
-        self._faults.at("chunk", self.path)
-        if self._file is None:
-            raise _GivenUp
+                self._payloads.sum_chunk(window, chunk)
+        self._note("checksum", thread, started_s)
+        return window
+
+    def write(self, chunk: int, window: Window, thread: int) -> bool:
+        """Write a sealed chunk; whether it was the last one of the file to be written."""
+        begin, end = self._bounds[chunk], self._bounds[chunk + 1]
+        started_s = time.monotonic()
+        if chunk and self.is_in_order():
+            self._wait(self._written[chunk - 1])  # and all before it
+        self._at.faults.at("chunk", self.path)
+        assert self._file is not None  # opened before it was sealed
         self._file.write(window.memory, begin, end, origin=window.origin)
-        self._written[number].set()
-        started_s = self._note("write", thread, started_s)
+        self._written[chunk].set()
+        self._note("write", thread, started_s)
         self._at.wrote(end - begin)
         with self._lock:
             self.written_nbytes += end - begin
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            if self._job.sync_files and not is_address(self._job.directory):
-                chunk.phase = "fsync"
-            self._faults.at("fsync", self.path)
-            self._file.finish()
-            self._finished_s = self._note("fsync", thread, started_s)
-            self.is_done = True
+            return self.written_nbytes == self._image.nbytes
+
+    def finish(self, thread: int) -> None:
+        """Complete the file, all of which is written."""
+        assert self._file is not None  # it was written to
+        started_s = time.monotonic()
+        self._at.faults.at("fsync", self.path)
+        self._file.finish()
+        self._finished_s = self._note("fsync", thread, started_s)
+        self.is_done = True
 
     def is_in_order(self) -> bool:
         """Whether chunks are written in order; waits until the file is open or given up."""
@@ -371,7 +351,7 @@ class _FileTask:
     def give_up(self) -> None:
         """Wake every thread that waits for a chunk of this file."""
         self._given_up = True
-        for event in (*self._summed, *self._sealed, *self._written, self._opened):
+        for event in (*self._sealed, *self._written, self._opened):
             event.set()
 
     def close(self) -> None:
@@ -406,9 +386,9 @@ class _FileTask:
             if self._file is not None:
                 return
             if self._given_up:
-                raise _GivenUp
+                raise GivenUp
             self._started_s = time.monotonic()
-            self._faults.at("open", self.path)
+            self._at.faults.at("open", self.path)
             self._file = self._storage.put(self.name, self._image.nbytes, on_created=self._created)
             self._opened.set()
 
@@ -421,4 +401,4 @@ class _FileTask:
         # writes what has to be written first; and give_up() sets all events.
         event.wait()
         if self._given_up:
-            raise _GivenUp
+            raise GivenUp

@@ -30,8 +30,8 @@ from nostall._writer.messages import (
     Created,
     MapBlock,
     Message,
-    Progress,
     UnmapBlock,
+    Wrote,
     ignore_signals,
     make_importable,
     messages_from_parent,
@@ -114,9 +114,9 @@ class _Writer:
                     job,
                     self._images(job),
                     _streams(job),
-                    cancelled,
-                    self._progress_sender(job.job),
-                    partial(self._send_created, job.job),
+                    cancelled=cancelled,
+                    on_progress=self._progress_sender(job.job),
+                    on_created=partial(self._send_created, job.job),
                 )
             except BaseException as error:  # an answer is sent in any case
                 report = _failed(job, error)
@@ -131,7 +131,7 @@ class _Writer:
             now_s = time.monotonic()
             if now_s >= next_s:
                 next_s = now_s + _PROGRESS_EVERY_S
-                self._send(Progress(name, nbytes))
+                self._send(Wrote(name, nbytes))
 
         return send_progress
 
@@ -167,6 +167,4 @@ def _streams(job: WriteJob) -> list[StreamTarget]:
     """The user's callables, for each thread its own."""
     if job.stream is None:
         return []
-    targets = [pickle.loads(job.stream) for _ in range(min(job.io_threads, len(job.files)))]
-    assert all(isinstance(target, StreamTarget) for target in targets)
-    return targets
+    return [pickle.loads(job.stream) for _ in range(min(job.io_threads, len(job.files)))]

@@ -60,7 +60,7 @@ class Call(NamedTuple):
     job: str
 
 
-class Progress(NamedTuple):
+class Wrote(NamedTuple):
     """Number of bytes of a job written so far."""
 
     job: str

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 from nostall._model import checksum
 from nostall._model.checksum import Sealer, combine
-from nostall._model.jobs import SealTable
+from nostall._model.jobs import Faults, SealTable, WriteJob
 
 
 class Window(NamedTuple):
@@ -60,19 +61,22 @@ class Cancelled(Exception):
         super().__init__("the save was aborted")
 
 
+class GivenUp(Exception):
+    """Another thread or file of the job failed; this thread or file stops."""
+
+
 class Position:
     """Where the first failure occurred (others are consequences), files made, bytes written."""
 
     def __init__(
         self,
-        path: str,
-        *,
+        job: WriteJob,
         cancelled: threading.Event,
         on_progress: Callable[[int], None],
         on_created: Callable[[str], None],
     ) -> None:
-        self.phase = "open"
-        self.path = path
+        self.phase, self.path = "open", job.directory
+        self.faults = Faults(job.faults)
         self.cancelled = cancelled
         self.created: set[str] = set()
         """Paths of the files that the job has made, and may remove."""
@@ -119,7 +123,7 @@ class Run(NamedTuple):
 
 
 class PayloadPart(NamedTuple):
-    """The part of a payload in one chunk, if the payload is not entirely in it."""
+    """A payload that is entirely in one chunk, or its part in one of several."""
 
     slot: int
     begin: int
@@ -129,23 +133,21 @@ class PayloadPart(NamedTuple):
 class SplitPayload(NamedTuple):
     """A payload in several chunks; belongs to the last of them."""
 
-    slot: int
-    begin: int
     sealer: Sealer
     first_chunk: int
-    later_nbytes: tuple[int, ...]
-    """Lengths of its parts in the chunks after the first one."""
+    parts: list[PayloadPart]
 
 
 class ChunkPlan(NamedTuple):
-    """The checksums to take, and the archives to seal, in one chunk."""
+    """The checksums to take, and the archives to seal, in one chunk; jobs share it, unchanged."""
 
     begin: int
     end: int
-    runs: tuple[Run, ...]
-    parts: tuple[PayloadPart, ...]
-    ending: tuple[SplitPayload, ...]
-    large: tuple[PayloadPart, ...]
+    runs: dict[int, Run]
+    """By template."""
+    parts: list[PayloadPart]
+    ending: list[SplitPayload]
+    large: list[PayloadPart]
     """Payloads and parts, in file order, whose CRCs are combined, not computed again."""
 
 
@@ -160,10 +162,7 @@ def plan_chunks(seals: SealTable, bounds: tuple[int, ...]) -> tuple[ChunkPlan, .
         Sealer(offset, nbytes, seal) if seal is not None and nbytes else None
         for offset, nbytes, seal in seals.templates
     ]
-    count = len(bounds) - 1
-    runs: list[dict[int, Run]] = [{} for _ in range(count)]
-    parts: list[list[PayloadPart]] = [[] for _ in range(count)]
-    ending: list[list[SplitPayload]] = [[] for _ in range(count)]
+    plans = tuple(ChunkPlan(begin, end, {}, [], [], []) for begin, end in pairwise(bounds))
     for slot, (blob, template) in enumerate(
         zip(seals.blob_offsets, seals.template_of_slot, strict=True)
     ):
@@ -174,65 +173,32 @@ def plan_chunks(seals: SealTable, bounds: tuple[int, ...]) -> tuple[ChunkPlan, .
         end = begin + sealer.payload_nbytes
         first = bisect_right(bounds, begin) - 1
         if end <= bounds[first + 1]:
-            run = runs[first].get(template)
+            run = plans[first].runs.get(template)
             if run is None:
-                run = runs[first][template] = Run(
-                    sealer=sealer, slots=array("Q"), payloads_at=array("Q")
-                )
+                run = plans[first].runs[template] = Run(sealer, array("Q"), array("Q"))
             run.slots.append(slot)
             run.payloads_at.append(begin)
+            if sealer.payload_nbytes >= _WORTH_JOINING_NBYTES:
+                plans[first].large.append(PayloadPart(slot, begin, end))
             continue
-        split = _parts(slot, begin, end, first, bounds)
-        for chunk, part in enumerate(split, first):
-            parts[chunk].append(part)
-        ending[first + len(split) - 1].append(
-            SplitPayload(
-                slot=slot,
-                begin=begin,
-                sealer=sealer,
-                first_chunk=first,
-                later_nbytes=tuple(part.end - part.begin for part in split[1:]),
-            )
-        )
-    return tuple(
-        ChunkPlan(
-            begin=bounds[chunk],
-            end=bounds[chunk + 1],
-            runs=tuple(runs[chunk].values()),
-            parts=tuple(parts[chunk]),
-            ending=tuple(ending[chunk]),
-            large=tuple(_large(runs[chunk].values(), parts[chunk])),
-        )
-        for chunk in range(count)
-    )
-
-
-def _large(runs: Iterable[Run], parts: Iterable[PayloadPart]) -> list[PayloadPart]:
-    whole = [
-        PayloadPart(slot=slot, begin=begin, end=begin + run.sealer.payload_nbytes)
-        for run in runs
-        if run.sealer.payload_nbytes >= _WORTH_JOINING_NBYTES
-        for slot, begin in zip(run.slots, run.payloads_at, strict=True)
-    ]
-    parts = [part for part in parts if part.end - part.begin >= _WORTH_JOINING_NBYTES]
-    return sorted(whole + parts, key=lambda part: part.begin)
-
-
-def _parts(slot: int, begin: int, end: int, chunk: int, bounds: Sequence[int]) -> list[PayloadPart]:
-    parts = []
-    while begin < end:
-        stop = min(end, bounds[chunk + 1])
-        parts.append(PayloadPart(slot=slot, begin=begin, end=stop))
-        begin = stop
-        chunk += 1
-    return parts
+        after = bisect_left(bounds, end)
+        parts = [
+            PayloadPart(slot, max(begin, chunk_begin), min(end, chunk_end))
+            for chunk_begin, chunk_end in pairwise(bounds[first : after + 1])
+        ]
+        for plan, part in zip(plans[first:after], parts, strict=True):
+            plan.parts.append(part)
+            if part.end - part.begin >= _WORTH_JOINING_NBYTES:
+                plan.large.append(part)
+        plans[after - 1].ending.append(SplitPayload(sealer, first, parts))
+    return plans
 
 
 class Payloads:
     """The checksums of one image's payloads, and the seals made from them; ``bounds`` as above.
 
     Several threads may checksum different chunks at once. Before sealing, the caller makes sure
-    that the chunks needed are checksummed.
+    that all earlier chunks are checksummed.
     """
 
     def __init__(self, seals: SealTable, bounds: tuple[int, ...]) -> None:
@@ -245,25 +211,22 @@ class Payloads:
     def sum_parts(self, window: Window, chunk: int) -> None:
         """Checksum the payload parts in a chunk; seal the containers of entire payloads."""
         memory, origin = window.memory, window.origin
-        for run in self._chunks[chunk].runs:
+        for run in self._chunks[chunk].runs.values():
             places = [at - origin for at in run.payloads_at] if origin else run.payloads_at
             run.sealer.seal(memory, run.slots, places, self.crc32)
         for part in self._chunks[chunk].parts:
             crc32 = checksum.crc32(memory[part.begin - origin : part.end - origin])
             self._crc_of_part[part.slot, chunk] = crc32
 
-    def first_chunk_needed(self, chunk: int) -> int:
-        """The first chunk to checksum before containers ending in ``chunk`` can be sealed."""
-        return min((split.first_chunk for split in self._chunks[chunk].ending), default=chunk)
-
     def seal_ending_in(self, window: Window, chunk: int) -> None:
         """Seal the containers whose payload is in several chunks and ends in this one."""
         for split in self._chunks[chunk].ending:
-            crc32 = self._crc_of_part[split.slot, split.first_chunk]
-            for later, nbytes in enumerate(split.later_nbytes, split.first_chunk + 1):
-                crc32 = combine(crc32, self._crc_of_part[split.slot, later], nbytes)
-            self.crc32[split.slot] = crc32
-            split.sealer.put(window.memory, split.begin - window.origin, crc32)
+            slot, begin, _ = split.parts[0]
+            crc32 = 0
+            for of_chunk, part in enumerate(split.parts, split.first_chunk):
+                crc32 = combine(crc32, self._crc_of_part[slot, of_chunk], part.end - part.begin)
+            self.crc32[slot] = crc32
+            split.sealer.put(window.memory, begin - window.origin, crc32)
 
     def sum_chunk(self, window: Window, chunk: int) -> None:
         """Checksum a chunk that is entirely sealed."""

@@ -17,26 +17,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import IO, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from nostall._model.jobs import Faults, FileImage, FileReceipt, WriteJob, WriteWork
+from nostall._model.jobs import FileImage, FileReceipt, WriteJob, WriteWork
 from nostall._model.threads import work_together
 from nostall._storage.posix import create_new
-from nostall._writer.seals import Image, Payloads, Position
-
-
-class StreamTransform(Protocol):
-    """The part of DCP's ``StreamTransformExtension`` that is used."""
-
-    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
-        """A stream that transforms what is written to it and writes the result to ``output``."""
+from nostall._writer.seals import GivenUp, Image, Payloads, Position
 
 
 class StreamTarget(NamedTuple):
     """The user's callables for one save."""
 
     open_file: Callable[..., Any]
-    transforms: Sequence[StreamTransform] = ()
+    transforms: Sequence[Any] = ()
+    """DCP's ``StreamTransformExtension``, of which ``transform_to`` is used."""
 
 
 class _Output(io.RawIOBase):
@@ -64,10 +58,6 @@ class _Output(io.RawIOBase):
         super().close()
 
 
-class _GivenUp(Exception):
-    """Another file failed; this one stops."""
-
-
 class StreamFiles:
     """The files of a job; each thread takes one after the other, with one of ``targets`` to itself.
 
@@ -78,28 +68,27 @@ class StreamFiles:
         self,
         job: WriteJob,
         images: Mapping[str, Image],
-        faults: Faults,
         at: Position,
         targets: Sequence[StreamTarget],
     ) -> None:
         self._job = job
         self._images = images
-        self._faults = faults
         self._at = at
         self._targets = targets
         self._left = deque(job.files)
         self._done: dict[str, FileReceipt] = {}
-        self._failure: Exception | None = None
-        self._failing = threading.Lock()
+        self._failures: list[tuple[str, Exception]] = []
+        """The path and the error of each file that failed; the first is raised."""
         self._given_up = threading.Event()
         """Lets each thread stop at the next piece of its file."""
 
     def write(self) -> tuple[FileReceipt, ...]:
         """Write them all; raises the first error of the user's callables, or ``Cancelled``."""
-        threads = min(len(self._targets), len(self._job.files))
-        work_together(self._write_some, threads, give_up=self._given_up.set)
-        if self._failure is not None:
-            raise self._failure
+        work_together(self._write_some, len(self._targets), give_up=self._given_up.set)
+        if self._failures:
+            path, failure = self._failures[0]
+            self._at.move("write", path)
+            raise failure
         return tuple(self._done[image.name] for image in self._job.files)
 
     def _write_some(self, thread: int) -> None:
@@ -115,7 +104,7 @@ class StreamFiles:
         path = os.path.join(self._job.directory, image.name)
         try:
             self._require_wanted()
-            self._faults.at("open", path)
+            self._at.faults.at("open", path)
             # The user's callable may replace an existing file, so it must be one of this save.
             path, fd = create_new(path)
             try:
@@ -123,30 +112,25 @@ class StreamFiles:
             finally:
                 os.close(fd)
             self._done[image.name] = self._written(image, path, target)
-        except _GivenUp:
+        except GivenUp:
             return
         except Exception as error:  # of any kind; raised by write()
-            self._fail(error, path)
+            failure = error
         except SystemExit as error:  # it would end this thread only
-            self._fail(RuntimeError(f"open_file or an extension called sys.exit: {error!r}"), path)
-
-    def _fail(self, error: Exception, path: str) -> None:
-        with self._failing:
-            if self._failure is None:
-                self._failure = error
-                self._at.move("write", path)
+            failure = RuntimeError(f"open_file or an extension called sys.exit: {error!r}")
+        else:
+            return
+        self._failures.append((path, failure))
         self._given_up.set()
 
     def _require_wanted(self) -> None:
         self._at.raise_if_cancelled()
         if self._given_up.is_set():
-            raise _GivenUp
+            raise GivenUp
 
     def _written(self, image: FileImage, path: str, target: StreamTarget) -> FileReceipt:
         window = self._images[image.name].window(0, image.nbytes, thread=0)
-        payloads = Payloads(image.seals, (0, image.nbytes))
-        payloads.sum_parts(window, 0)
-        payloads.seal_ending_in(window, 0)
+        Payloads(image.seals, (0, image.nbytes)).sum_parts(window, 0)  # all are in one chunk
         started_s = time.monotonic()
         starts = image.seals.blob_offsets
         extents = []

@@ -30,7 +30,11 @@ import psutil
 from nostall._model import checksum
 from nostall._model.jobs import Failure, RankFailed, RankReport, WriteJob
 from nostall._model.threads import is_done, spawn, uninterrupted
-from nostall._storage.deadlines import remove_with_deadline
+from nostall._storage.deadlines import (
+    REMOVAL_TIMEOUT_S,
+    call_with_deadline,
+    remove_with_deadline,
+)
 from nostall._storage.posix import remove_empty_files
 from nostall._writer.messages import (
     STARTED,
@@ -39,16 +43,17 @@ from nostall._writer.messages import (
     Created,
     MapBlock,
     Message,
-    Progress,
     Ready,
     Receiver,
     UnmapBlock,
+    Wrote,
     send,
 )
-from nostall.errors import ProtocolError, WriterDiedError
+from nostall.errors import ProtocolError, SaveTimeoutError, WriterDiedError
 
 if TYPE_CHECKING:  # a worker process says that it is ready before it imports torch
     from nostall._memory.arena import Lease
+    from nostall._model.progress import Progress
 
 _SEND_TIMEOUT_S = 60.0
 """A child reads its socket all the time; one that does not for this long is stopped or broken."""
@@ -209,9 +214,7 @@ class ChildProcess(Generic[T]):
 
     def abandon_after_fork(self) -> None:
         """Close the descriptor in a forked child; the process belongs to the parent. Idempotent."""
-        fd = self._socket.detach()
-        if fd >= 0:
-            os.close(fd)
+        self._socket.close()
 
     def _ask(
         self,
@@ -228,10 +231,10 @@ class ChildProcess(Generic[T]):
             death = self._death
             if death is None:
                 self._waiting[job] = _Waiting(future=future, on_death=on_death, on_event=on_event)
-        if death is not None:
+        if death is None:
+            self._send(messages)
+        else:
             future.set_result(on_death(death))
-            return future
-        self._send(messages)
         return future
 
     def _send(self, messages: Iterable[Addressed]) -> None:
@@ -281,8 +284,7 @@ class ChildProcess(Generic[T]):
     def _take(self, message: Message) -> None:
         match message:
             case Ready():
-                if not self._ready.done():
-                    self._ready.set_result(None)
+                self._ready.set_result(None)
             case Answer():
                 with self._lock:
                     waiting = self._waiting.pop(message.job, None)
@@ -354,16 +356,8 @@ class WriterProcess(ChildProcess[RankReport]):
     kind = "writer process"
 
     def __init__(
-        self,
-        *,
-        cpu_priority: int | None,
-        io_priority: int | None,
-        send_timeout_s: float,
-        on_progress: Callable[[str, int], None],
-        on_created: Callable[[str, str], None],
+        self, *, cpu_priority: int | None, io_priority: int | None, send_timeout_s: float
     ) -> None:
-        self._on_progress = on_progress
-        self._on_created = on_created
         self._mapped: set[int] = set()
         """Identifiers of the blocks that the process has received."""
         super().__init__(
@@ -373,19 +367,25 @@ class WriterProcess(ChildProcess[RankReport]):
             send_timeout_s=send_timeout_s,
         )
 
-    def submit(self, job: WriteJob, lease: Lease) -> Future[RankReport]:
+    def submit(self, job: WriteJob, lease: Lease, progress: Progress) -> Future[RankReport]:
         """Submit a job, whose images must not change before the future is done.
 
         The lease, on the arena block with the images, is kept until the process has answered. The
         future always ends: with the writer's report, or, if the process dies, with a failure, once
-        the job's files are removed.
+        the files that this rank has made for the save are removed.
         """
-        created: list[str] = []
 
         def on_death(failure: Failure) -> RankReport:
-            remove_with_deadline(sorted(created))
+            remove_with_deadline(sorted(progress.created))
             paths = [os.path.join(job.directory, image.name) for image in job.files]
-            remove_empty_files(paths)  # made last, and not reported
+            with suppress(SaveTimeoutError):  # made last, and not reported
+                call_with_deadline(
+                    partial(remove_empty_files, paths),
+                    timeout_s=REMOVAL_TIMEOUT_S,
+                    doing="removing files",
+                    phase="remove",
+                    path=job.directory,
+                )
             return RankFailed(
                 rank=job.rank, failure=failure._replace(path=paths[0] if paths else job.directory)
             )
@@ -396,7 +396,7 @@ class WriterProcess(ChildProcess[RankReport]):
             # Nobody else submits a job in this block before it is sent: the lease is this save's.
             self._mapped.add(block.id)
             messages.insert(0, (MapBlock(block.id, block.nbytes), (block.fd,)))
-        on_event = partial(self._handle_event, lease, created)
+        on_event = partial(_record, lease, progress)
         return self._ask(job.job, on_death, messages, on_event=on_event)
 
     def unanswered(self, save: str) -> dict[str, Future[RankReport]]:
@@ -418,15 +418,15 @@ class WriterProcess(ChildProcess[RankReport]):
             self._mapped.discard(block_id)
             self._send_later(UnmapBlock(block_id))
 
-    def _handle_event(self, _lease: Lease, created: list[str], message: Message) -> None:
-        match message:
-            case Progress():
-                self._on_progress(message.job, message.nbytes)
-            case Created():
-                created.append(message.path)
-                self._on_created(message.job, message.path)
-            case _:
-                _refuse(message)
+
+def _record(_lease: Lease, progress: Progress, message: Message) -> None:
+    match message:
+        case Wrote():
+            progress.wrote(message.job, message.nbytes)
+        case Created():
+            progress.created.add(message.path)
+        case _:
+            _refuse(message)
 
 
 # --- start and end of a process -------------------------------------------------------------------

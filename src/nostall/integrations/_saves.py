@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner
 
 from nostall import _torch
 from nostall._engine import default_engine
@@ -145,14 +144,9 @@ class Saves:
         self.poll()
         writer = FileSystemWriterAsync(path, **self._writer_options)
         planned = save_state_dict_async_plan(
-            state,
-            writer,
-            planner=DefaultSavePlanner(),
-            enable_cache=True,
-            metadata_cache=self._caches[part],
+            state, writer, enable_cache=True, metadata_cache=self._caches[part]
         )
-        if before_commit is not None:
-            writer._rank_save.write_extras = before_commit
+        writer._rank_save.write_extras = before_commit
         save_fn, preload_fn, args = writer.get_save_function_and_args()
         finalize_fns: list[Callable[[], None]] = [partial(save_state_dict_async_finalize, *planned)]
         finalize_fns += [together(coordination_for(None))(each) for each in after_commit]
@@ -490,14 +484,7 @@ def _sync(place: _Place, rank: int, *, besides: Iterable[Path]) -> None:
         for name in files:
             match = _OF_ONE_RANK.match(name)
             if (int(match[1]) if match else 0) == rank:
-                _sync_file(os.path.join(folder, name))
+                with open(os.path.join(folder, name), "rb") as file:
+                    os.fsync(file.fileno())
         if rank == 0:
             sync_directory(folder)
-
-
-def _sync_file(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

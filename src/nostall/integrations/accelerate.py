@@ -70,10 +70,9 @@ class NostallAccelerator(_accelerate.Accelerator):  # type: ignore[misc,name-def
             return super().save_state(output_dir, safe_serialization, **kwargs)
         naming = self.project_configuration
         if naming.automatic_checkpoint_naming:
-            home, run = self._named()
-            path = os.path.join(home, f"checkpoint_{self.save_iteration}")
+            path = os.path.join(self._named(), f"checkpoint_{self.save_iteration}")
             saving = self._directories.save(
-                path, run, replaces=False, then=partial(self._rotate, path)
+                path, self.project_dir, replaces=False, then=partial(self._rotate, path)
             )
         else:
             path = os.path.abspath(output_dir)
@@ -104,18 +103,18 @@ class NostallAccelerator(_accelerate.Accelerator):  # type: ignore[misc,name-def
         self._directories.close()
         super().end_training()
 
-    def _named(self) -> tuple[str, str]:
-        """Directories of named checkpoints, and of those that are being written."""
+    def _named(self) -> str:
+        """The directory of named checkpoints, without what a crash has left."""
         home = os.path.join(self.project_dir, "checkpoints")
         self._directories.recover(home, self.project_dir)
-        return home, self.project_dir
+        return home
 
     def _rotate(self, newest: str) -> None:
         keep = self.project_configuration.total_limit
         if keep is not None:
-            home, run = os.path.dirname(newest), self.project_dir
+            home = os.path.dirname(newest)
             paths = sorted((os.path.join(home, name) for name in os.listdir(home)), key=_number)
-            self._directories.rotate(paths, run, keep=keep, protected={newest})
+            self._directories.rotate(paths, self.project_dir, keep=keep, protected={newest})
 
 
 def saves_shards(accelerator: Any) -> bool:

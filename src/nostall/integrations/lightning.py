@@ -177,7 +177,9 @@ class NostallModelParallelStrategy(
         state = {"state_dict": checkpoint.pop("state_dict")}
         for index, optimizer in enumerate(checkpoint.pop("optimizer_states", [])):
             state[f"optimizer_{index}"] = optimizer
-        state[_REST] = rest = _dumped(checkpoint)
+        stream = io.BytesIO()
+        torch.save(checkpoint, stream)
+        state[_REST] = rest = stream.getvalue()
 
         def write_meta() -> None:
             call_with_deadline(
@@ -272,12 +274,6 @@ def _fit_runs() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _dumped(rest: dict[str, Any]) -> bytes:
-    stream = io.BytesIO()
-    torch.save(rest, stream)
-    return stream.getvalue()
 
 
 def _committed_rest(path: str, *, weights_only: bool | None) -> dict[str, Any] | None:

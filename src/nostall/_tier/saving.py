@@ -5,31 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
-from nostall import _torch
 from nostall._engine import default_engine
-from nostall._model.jobs import RankReport
 from nostall._model.names import METADATA_NAME, counted
 from nostall._model.threads import spawn_or_run
 from nostall._model.values import RankFiles
-from nostall._save.prepared import PreparedSave, SaveTarget, WriterSettings, WrittenItems
+from nostall._save.prepared import SaveTarget, WriterSettings
 from nostall._save.rank_save import RankSave
 from nostall._save.stager import Staging
 from nostall._storage.deadlines import may_hold, must_stay
 from nostall._storage.directories import busy_in
+from nostall._tier.local import Record, committed_in, is_plain, names_in
+from nostall._tier.promotions import Promotion, Root, on_disk, root_at
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
 from nostall.options import require_integer, require_switch
 from nostall.removal import remove_checkpoint
-from nostall.tier._local import Record, committed_in, is_plain, names_in
-from nostall.tier._promotions import Promotion, Root, on_disk, root_at
-
-T = TypeVar("T")
 
 _log = logging.getLogger("nostall")
 
@@ -176,24 +172,9 @@ class TieredSave(RankSave):
         with super()._target(plan, replaces=replaces) as target:
             yield target
 
-    def write_now(self, plan: SavePlan, planner: SavePlanner) -> WrittenItems:
-        items = super().write_now(plan, planner)
-        self._bring(items.written)
-        return items
-
-    def retrieve(
-        self, read: Callable[[PreparedSave, RankReport], list[T]]
-    ) -> list[T] | _torch.WrappedException:
-        def read_and_bring(prepared: PreparedSave, report: RankReport) -> list[T]:
-            found = read(prepared, report)
-            self._bring(self.written_files)
-            return found
-
-        return super().retrieve(read_and_bring)
-
-    def _bring(self, written: RankFiles | None) -> None:
+    def after_write(self, written: RankFiles) -> None:
         """Have this rank's files brought, if this host will not have the metadata."""
-        root, files = self._root, None if written is None else written.files
+        root, files = self._root, written.files
         if files and root.lock_fd >= 0 and not self._shared and not self._is_coordinator:
             root.begin(self._name, files=[file.name for file in files])
 
@@ -219,5 +200,4 @@ class TieredSave(RankSave):
 
     def after_commit(self) -> None:
         """Promote the checkpoint that was just committed."""
-        overwrite = self.settings.overwrite
-        self.promotion = self._root.begin(self._name, overwrite=overwrite)
+        self.promotion = self._root.begin(self._name, overwrite=self.settings.overwrite)

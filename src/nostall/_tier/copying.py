@@ -38,6 +38,7 @@ from nostall._storage.locations import (
     take_storage_options,
 )
 from nostall._storage.port import open_to_read, read_metadata, reason
+from nostall._tier.local import Directory, Record, committed_at, is_locked, is_plain, names_in
 from nostall._writer.messages import (
     Answer,
     Message,
@@ -48,7 +49,6 @@ from nostall._writer.messages import (
     send,
 )
 from nostall.errors import DamagedCheckpointError, NostallError
-from nostall.tier._local import Directory, Record, committed_at, is_locked, is_plain, names_in
 
 OLD_S = 3600.0
 """A file that no metadata names belongs to no unfinished save if it is older."""

@@ -44,7 +44,6 @@ class Directory(HeldDirectory):
 
     def __init__(self, root: str, name: str) -> None:
         super().__init__(os.path.join(root, name))
-        self.path = self._path
         if os.fstat(self._fd).st_uid != os.geteuid():
             self.close()
             raise OSError(errno.EPERM, "not a directory of this user", self.path)

@@ -1,4 +1,4 @@
-"""The trainer's side: promotions in progress, and the process that copies."""
+"""Promotions: committed checkpoints of a local disk that another process copies."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from nostall._queue.sigterm import preemption
 from nostall._ranks.failures import error_of, failure_of
 from nostall._storage.deadlines import call_with_deadline
 from nostall._storage.locations import is_address, local_tier_of, place_of, storage_options_of
+from nostall._tier.copying import Ask, Job, News
+from nostall._tier.local import LOCK, RECORD, Record, committed_in, is_locked, names_in, open_own
 from nostall._writer.messages import Message
 from nostall._writer.trainer_side import ChildProcess, bare_arguments, import_paths
 from nostall.errors import NostallError, OptionError, SaveTimeoutError, WriteError
-from nostall.tier._copying import Ask, Job, News
-from nostall.tier._local import LOCK, RECORD, Record, committed_in, is_locked, names_in, open_own
 
 _log = logging.getLogger("nostall")
 
@@ -131,7 +131,7 @@ class _Copying(ChildProcess[Failure | None]):
     def __init__(self) -> None:
         options = default_engine().options
         super().__init__(
-            bare_arguments("nostall.tier._copying"),
+            bare_arguments("nostall._tier.copying"),
             cpu_priority=options.cpu_priority,
             io_priority=options.io_priority,
         )
@@ -282,10 +282,7 @@ def root_at(path: str, destination: str, *, shared: bool) -> Root:
 
 
 def promote(
-    local_root: str | os.PathLike[str],
-    destination: str | os.PathLike[str],
-    *,
-    shared: bool = True,
+    local_root: str | os.PathLike[str], destination: str | os.PathLike[str], *, shared: bool = True
 ) -> tuple[Promotion, ...]:
     """Promote what an earlier job has committed in a local root; on one rank.
 
