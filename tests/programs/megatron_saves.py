@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 import glob
 import io
-import logging
 import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,16 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from nostall import nvrx_alias
 from nostall.core import AsyncCallsQueue
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.integrations import megatron as adapter
 from nostall.integrity import is_complete
-from programs.planning import collectives
+from programs.planning import collectives, failure
 from support.faults import Fault, inject
 from support.pages import code_blocks
+from support.states import names
 from support.waiting import wait_until
 
 Facts = dict[str, Any]
@@ -76,7 +76,6 @@ class Megatron:
         return self._save(path, seed, strategy, async_sharded_save=True)
 
     def save_now(self, path: Path, seed: int) -> None:
-        """Save the state while training is blocked."""
         self._save(path, seed, self.strategy())
 
     def _save(self, path: Path, seed: int, strategy: Any, **options: Any) -> Any:
@@ -112,7 +111,6 @@ class Megatron:
         return reader.cached_global_metadata
 
     def strategy(self) -> Any:
-        """A strategy that assumes a constant structure."""
         return self.strategies.TorchDistSaveShardedStrategy(
             "torch_dist", 1, thread_count=2, cached_metadata=True
         )
@@ -134,7 +132,7 @@ def constant_structure(found: Megatron, out: Path, *, persistent: bool) -> Facts
     return {
         "finalized": finalized,
         "wrong": wrong + found.wrong(out / "resumed", 5),
-        "files": sorted(path.name for path in (out / "4").iterdir()),
+        "files": names(out / "4"),
         "reused": [_was_reused(each) for each in (strategy, again)],
     }
 
@@ -172,13 +170,9 @@ def worker_killed(found: Megatron, out: Path) -> Facts:
     faults = [Fault.kill("chunk", signal.SIGKILL)] if dist.get_rank() == 1 else []
     with inject(*faults):
         queue.schedule_async_request(found.save(out / "killed", 1, strategy))
-    try:
-        queue.maybe_finalize_async_calls(blocking=True)
-        failed: list[int] = []
-    except CheckpointException as error:
-        failed = sorted(error.failures)
+    failed = failure(lambda: queue.maybe_finalize_async_calls(blocking=True))["ranks"]
     dist.barrier()
-    left = sorted(path.name for path in (out / "killed").iterdir())
+    left = names(out / "killed")
     queue.schedule_async_request(found.save(out / "after", 2, strategy))
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
@@ -187,27 +181,28 @@ def worker_killed(found: Megatron, out: Path) -> Facts:
 
 def options(out: Path) -> Facts:
     """Rank 1 has no space for one save in the background, and for one that blocks training."""
-    found, log = Megatron("options"), io.StringIO()
-    logging.getLogger("nostall").addHandler(logging.StreamHandler(log))
+    with redirect_stderr(io.StringIO()) as said:
+        facts = _with_options(out)
+    return {**facts, "said": said.getvalue()}
+
+
+def _with_options(out: Path) -> Facts:
+    found = Megatron("options")
     full = [Fault.errno("chunk", errno.ENOSPC)] if dist.get_rank() == 1 else []
     queue, strategy = found.queue(), found.strategy()
     with inject(*full):
         queue.schedule_async_request(found.save(out / "full", 1, strategy))
         finalized = queue.maybe_finalize_async_calls(blocking=True)
-    facts: Facts = {"log": log.getvalue(), "failures": queue.failures}
+    facts: Facts = {"failures": queue.failures}
     queue.schedule_async_request(found.save(out / "next", 2, strategy))
     facts["finalized"] = finalized + queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
-    failed: list[int] = []
-    try:
-        with inject(*full):
-            found.save_now(out / "full now", 3)
-    except CheckpointException as error:
-        failed = sorted(error.failures)
+    with inject(*full):
+        failed = failure(lambda: found.save_now(out / "full now", 3))["ranks"]
     found.save_now(out / "now", 4)
     dist.barrier()
     wrong = found.wrong(out / "next", 2) + found.wrong(out / "now", 4)
-    left = sorted(path.name for each in ("full", "full now") for path in (out / each).iterdir())
+    left = names(out / "full") + names(out / "full now")
     verl = as_verl(found, out / "verl")
     return {**facts, "failed": failed, "left": left, "wrong": wrong, "verl": verl}
 

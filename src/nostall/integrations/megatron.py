@@ -7,8 +7,10 @@ classes of its own for that, which :func:`install` replaces.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -36,7 +38,8 @@ _Planned = tuple[FileSystemWriterAsync, Metadata | None, Any]
 def install(*, on_error: Literal["raise", "warn"] | None = None, synchronous: bool = False) -> None:
     """Let Megatron-core save through nostall, in this process. Idempotent.
 
-    Call it before Megatron-core is imported. Save and load with Megatron's own functions then.
+    Call it before Megatron-core is imported. Save and load with Megatron's own functions then. The
+    line of each commit is shown on rank 0, if logging was not configured before.
 
     Args:
         on_error: Whether an asynchronous save that fails ends the job, or is logged on rank 0:
@@ -58,6 +61,23 @@ def install(*, on_error: Literal["raise", "warn"] | None = None, synchronous: bo
             import_module(f"{_STRATEGIES}.torch").TorchDistSaveShardedStrategy.save = _save
     if on_error is not None:
         configure(replace(default_engine().options, on_error=on_error))
+    log = logging.getLogger("nostall")
+    if log.level == logging.NOTSET and not log.hasHandlers():
+        log.addHandler(_Shown())
+        log.setLevel(logging.INFO)
+
+
+class _Shown(logging.Handler):
+    """Shows warnings, and the line of each commit, until logging is configured."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:  # it is now
+            log = logging.getLogger("nostall")
+            log.removeHandler(self)
+            log.setLevel(logging.NOTSET)
+        elif record.levelno > logging.INFO or record.getMessage().startswith("committed:"):
+            with suppress(AttributeError, OSError, ValueError):  # closed or missing
+                sys.stderr.write(f"nostall: {self.format(record)}\n")
 
 
 def _save(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
@@ -110,19 +130,13 @@ def _save_state_dict_async_plan(
 ) -> tuple[_Planned, CheckpointMetadataCache | None, None, bool, bool]:
     """Plan a save, with the arguments and results of Megatron-core 0.16. Collective.
 
-    Args:
-        state_dict: The state dict to save.
-        storage_writer: A new writer for this checkpoint.
-        process_group: The ranks that save together; the default group if ``None``.
-        coordinator_rank: Rank within that group that publishes the metadata.
-        planner: DCP's default planner if ``None``.
-        cached_ckpt_structure: What the last save has returned as its second, third and fourth
-            result; ``None`` for no cache. Megatron keeps it without looking into it.
-        loaded_all_plans: All ranks' plans from a loaded checkpoint.
+    ``cached_ckpt_structure`` is what the last save has returned as its second, third and fourth
+    result, which Megatron keeps without looking into it; ``None`` for no cache. Other arguments are
+    those of :func:`nostall.save_state_dict_async_plan`, and all ranks' plans from a loaded
+    checkpoint.
 
-    Returns:
-        The arguments of ``save_state_dict_async_finalize``; the cache, in the place of a plan;
-        ``None``; whether the cached plan, and whether the loaded plans are valid for this save.
+    Returns the arguments of ``save_state_dict_async_finalize``; the cache, in the place of a plan;
+    ``None``; whether the cached plan, and whether the loaded plans are valid for this save.
     """
     cache = _cache_in(cached_ckpt_structure, loaded_all_plans)
     planned = state_dict_saver.save_state_dict_async_plan(
