@@ -189,7 +189,10 @@ class AsyncCallsQueue:
             return index
 
     def maybe_finalize_async_calls(
-        self, blocking: bool = False, no_dist: bool = False
+        self,
+        blocking: bool = False,
+        no_dist: bool = False,
+        finalize_timeout: float | None = None,
     ) -> list[int]:
         """Finalise, in order, the requests that are done on all ranks, and return their indices.
 
@@ -199,6 +202,9 @@ class AsyncCallsQueue:
         Args:
             blocking: Wait until all scheduled requests are done.
             no_dist: Check this rank only. Collective finalize functions still need all ranks.
+            finalize_timeout: Longest wait for this rank's files, in seconds, if ``blocking``; late
+                requests stay scheduled. With ``None`` they fail, after
+                ``EngineOptions.save_timeout_s``.
 
         Raises:
             CheckpointException: A request failed on some rank; raised on every rank. Its finalize
@@ -210,8 +216,16 @@ class AsyncCallsQueue:
             SaveAbortedError: Another thread has aborted the queue; raised on this rank, with any
                 ``on_error``. Requests scheduled after the abort stay scheduled.
         """
+        until_s, keeps_late = (math.inf if blocking else None), False
+        if blocking and finalize_timeout is not None:
+            if not is_possible_wait(finalize_timeout):
+                raise OptionError(
+                    f"invalid timeout={finalize_timeout!r}",
+                    hint="use seconds, or None for no limit",
+                )
+            until_s, keeps_late = time.monotonic() + finalize_timeout, True
         return self._finalize(
-            until_s=math.inf if blocking else None, waits=blocking, no_dist=no_dist
+            until_s=until_s, waits=blocking, no_dist=no_dist, keeps_late=keeps_late
         )
 
     def _finalize(
@@ -325,14 +339,8 @@ class AsyncCallsQueue:
 
     def _wait(self, timeout: float | None, *, hint: str) -> list[int]:
         """Wait for all requests; ``hint`` is that of the timeout error."""
-        if timeout is None:
-            return self.maybe_finalize_async_calls(blocking=True)
-        if not is_possible_wait(timeout):
-            raise OptionError(
-                f"invalid timeout={timeout!r}", hint="use seconds, or None for no limit"
-            )
-        finalized = self._finalize(until_s=time.monotonic() + timeout, keeps_late=True)
-        if calls := list(self._caller._calls):
+        finalized = self.maybe_finalize_async_calls(blocking=True, finalize_timeout=timeout)
+        if timeout is not None and (calls := list(self._caller._calls)):
             raise late(calls, timeout, hint=hint)
         return finalized
 

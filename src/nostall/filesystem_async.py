@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import queue
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -107,6 +108,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         is_multiproc_io: Accepted for compatibility; threads of one process write all files.
         use_cached_data_structure: Accepted for compatibility; structure is always cached.
         use_cpu_shm_for_gpu_tensors: Accepted for compatibility; shared memory is always used.
+        staging_dir: Accepted for compatibility, with a warning: files are written to ``path``.
         open_file: A callable with the signature of ``open`` that opens every shard file.
         local_staging_dir: A directory on a local disk, for all checkpoints beside ``path``. The
             checkpoint is committed there, under the same name, and then promoted to ``path`` in the
@@ -129,6 +131,8 @@ class FileSystemWriterAsync(FileSystemWriter):
 
     can_run_decentralized_global_plan = True
     """Each rank may make its final plan alone."""
+    flush_dst = None
+    """NVRx's destination of files on a local disk, for a request: there are none."""
     _settings_of: partial[WriterSettings]
     """Returns the settings of a writer with these options."""
     _tier: tuple[str, Any, Any] | None
@@ -157,6 +161,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             is_multiproc_io: bool = False,
             use_cached_data_structure: bool = False,
             use_cpu_shm_for_gpu_tensors: bool = False,
+            staging_dir: str | os.PathLike[str] | None = None,
             open_file: Callable[..., Any] = open,
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
@@ -176,6 +181,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             is_multiproc_io: bool = False,
             use_cached_data_structure: bool = False,
             use_cpu_shm_for_gpu_tensors: bool = False,
+            staging_dir: str | os.PathLike[str] | None = None,
             open_file: Callable[..., Any] = open,
             local_staging_dir: str | os.PathLike[str] | None = None,
             local_staging_limit: int = 2,
@@ -185,6 +191,12 @@ class FileSystemWriterAsync(FileSystemWriter):
         ) -> None:
             """For the arguments see the class."""
             place = place_of(path, storage_options)
+            if staging_dir is not None:
+                warnings.warn(
+                    "staging_dir has no effect: files are written to the checkpoint's path, from"
+                    " memory; local_staging_dir commits them on a local disk first",
+                    stacklevel=2,
+                )
             self._tier = None
             if local_staging_dir is not None:
                 root = local_tier_of(local_staging_dir)

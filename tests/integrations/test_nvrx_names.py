@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+import nostall
 from nostall.core import AsyncCallsQueue, AsyncRequest, abort_nvrx_checkpoint
 from nostall.errors import OptionError, SaveAbortedError
 from nostall.filesystem_async import FileSystemWriterAsync, get_write_results_queue
@@ -25,7 +26,7 @@ from programs.queueing import nothing
 from support.faults import Hold, writer_pids
 from support.processes import command_of, descendants
 from support.ranks import on_ranks
-from support.states import schedule, small_state
+from support.states import planned, schedule, small_state
 from support.waiting import stands_in, wait_until
 
 
@@ -147,6 +148,23 @@ def test_a_request_of_another_class_is_taken_by_its_fields(tmp_path: Path) -> No
         assert queue.wait() == [0, 1, 2, 3, 4, 5]
     assert order == [3, 4, 5, 6, 7]
     assert [int(torch.load(tmp_path / str(count))) for count in range(3, 9)] == [3, 4, 5, 6, 7, 8]
+
+
+def test_arguments_of_nvrxs_node_local_staging(tmp_path: Path) -> None:
+    """Files go to the path, with a warning; a timeout keeps a save (its pull request 373)."""
+    with pytest.warns(UserWarning, match="staging_dir has no effect"):
+        writer, request = planned(tmp_path / "a", small_state(), staging_dir=tmp_path / "local")
+    request = request._replace(flush_dst=writer.flush_dst)
+    with AsyncCallsQueue() as queue, Hold("chunk") as hold:
+        hold.stop(queue.schedule_async_request, request)
+        assert queue.maybe_finalize_async_calls(blocking=True, finalize_timeout=0.1) == []
+        assert not queue._caller.is_current_async_call_done(True, finalize_timeout=0.1)
+        hold.release()
+        assert queue.maybe_finalize_async_calls(True, finalize_timeout=60.0) == [0]
+        with pytest.raises(OptionError, match="needs NVRx's own queue"):
+            queue.schedule_async_request(nothing()._replace(flush_dst="/lustre/a"))
+    assert nostall.verify(tmp_path / "a").ok
+    assert not (tmp_path / "local").exists()
 
 
 def test_indices_start_again_after_a_close() -> None:

@@ -113,7 +113,8 @@ core.AsyncRequest.execute_sync(self)
 core.AsyncRequest.freeze(self)
 core.AsyncRequest.execute_finalize_fns(self, validate_matching_call_idx=True)
 core.AsyncCaller.schedule_async_call(self, async_req)
-core.AsyncCaller.is_current_async_call_done(self, blocking=False, no_dist=False)
+core.AsyncCaller.is_current_async_call_done(self, blocking=False, no_dist=False,
+    finalize_timeout=None)
 core.AsyncCaller.sync_all_async_calls(self, is_alive)
 core.AsyncCaller.close(self, abort=False)
 core.PersistentAsyncCaller.__init__(self, is_daemon=True, cpu_priority=10, io_priority=None,
@@ -123,7 +124,8 @@ core.AsyncCallsQueue.__init__(self, persistent=True, is_daemon=True, cpu_priorit
 core.AsyncCallsQueue.warmup_persistent_caller(rank, is_daemon=True, cpu_priority=10,
     io_priority=None, sigterm_timeout=30.0, cpu_shm_mode=False)
 core.AsyncCallsQueue.schedule_async_request(self, async_request)
-core.AsyncCallsQueue.maybe_finalize_async_calls(self, blocking=False, no_dist=False)
+core.AsyncCallsQueue.maybe_finalize_async_calls(self, blocking=False, no_dist=False,
+    finalize_timeout=None)
 core.AsyncCallsQueue.get_num_unfinalized_calls(self)
 core.AsyncCallsQueue.get_instances()
 core.AsyncCallsQueue.poll(self)
@@ -155,7 +157,7 @@ cached_metadata_filesystem_reader.CachedMetadataFileSystemReader.__init__(self, 
     cache_metadata=True)
 cached_metadata_filesystem_reader.CachedMetadataFileSystemReader.clear_metadata_cache(path=None)
 core.AsyncRequest.__new__(_cls, async_fn, async_fn_args, finalize_fns, async_fn_kwargs=None,
-    preload_fn=None, is_frozen=False, call_idx=0)
+    preload_fn=None, is_frozen=False, call_idx=0, flush_dst=None)
 """
 
 

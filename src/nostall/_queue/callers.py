@@ -95,14 +95,21 @@ class AsyncRequest(NamedTuple):
     """Runs in the trainer when the request is scheduled; its result replaces argument index 1."""
     is_frozen: bool = False
     call_idx: int = 0
+    flush_dst: str | None = None
+    """NVRx's destination of files that its writer has left on a local disk; must be ``None``."""
 
     @classmethod
     def of(cls, request: object) -> AsyncRequest:
         """A request of any class, taken by its fields; all but the first three may be missing.
 
         Raises:
-            OptionError: It lacks one of the first three.
+            OptionError: It lacks one of the first three, or has a ``flush_dst``.
         """
+        if getattr(request, "flush_dst", None) is not None:
+            raise OptionError(
+                "a request with flush_dst needs NVRx's own queue, which copies its files there",
+                hint="leave staging_dir out; local_staging_dir is nostall's own",
+            )
         if isinstance(request, cls):
             return request
         fields = {name: getattr(request, name) for name in cls._fields if hasattr(request, name)}
@@ -315,8 +322,15 @@ class AsyncCaller(ABC):
             call.settle(failure)
         return call
 
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+    def is_current_async_call_done(
+        self,
+        blocking: bool = False,
+        no_dist: bool = False,
+        finalize_timeout: float | None = None,
+    ) -> bool:
         """Whether the oldest request is done, on every rank; collective unless ``no_dist``.
+
+        With ``finalize_timeout`` it is not if ``blocking`` takes longer than so many seconds.
 
         Raises:
             SaveError: A callable that is not nostall's own failed on this rank. nostall's own saves
@@ -326,9 +340,11 @@ class AsyncCaller(ABC):
         if not self._calls:
             return True
         call = self._calls[0]
-        timeout_s = default_engine().options.save_timeout_s
+        limit_s = default_engine().options.save_timeout_s
+        timeout_s = limit_s if finalize_timeout is None else finalize_timeout
         with uninterrupted():
-            if blocking and not is_done(call.outcome, timeout_s):
+            is_late = blocking and not is_done(call.outcome, timeout_s)
+            if is_late and finalize_timeout is None:
                 raise SaveTimeoutError(
                     f"request {call.request.call_idx} did not finish within {timeout_s:g} s",
                     rank=coordination_for(None).rank,
