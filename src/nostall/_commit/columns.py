@@ -103,7 +103,7 @@ def _columns_of(plan: SavePlan) -> PlanColumns | None:
                 return None
             if data.chunk.offsets != index.offset:
                 return None
-            offsets, sizes, shape = map(tuple, places[1:])
+            offsets, sizes, shape = map(tuple, (index.offset, data.chunk.sizes, data.size))
             state = data.properties.__getstate__()
             position = positions.setdefault(state, len(columns.properties))
             if position == len(columns.properties):

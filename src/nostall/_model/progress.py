@@ -140,7 +140,7 @@ class Progress:
 
 
 class SavesInProgress:
-    """The saves of one engine, held by weak references; and by the writer process's handle."""
+    """The saves of one engine, by weak references: who writes a save keeps it. Thread-safe."""
 
     def __init__(self) -> None:
         self._saves: WeakSet[Progress] = WeakSet()
