@@ -10,16 +10,17 @@ from __future__ import annotations
 import atexit
 import fcntl
 import json
-import mmap
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from nostall._commit.commit import committed_latest_first
 from nostall._commit.manifest import manifest_alone
 from nostall._memory.arena import available_nbytes, memory_descriptor
 from nostall._model.names import METADATA_NAME, is_given_to_shards
+from nostall._model.threads import spawn_or_run
 from nostall._storage.locations import (
     identity,
     is_address,
@@ -41,7 +43,7 @@ from nostall._storage.port import Files, ReadableFiles, Source, between, may_hav
 __all__ = ["prefetch"]
 
 _THREADS = 4
-_PIECE_NBYTES = 4 << 20
+_PIECE_NBYTES = 8 << 20
 _END_TIMEOUT_S = 1.0
 """Longest wait for a killed process, which may be waiting for storage."""
 
@@ -166,8 +168,7 @@ def with_prefetched(files: ReadableFiles, place: str, nbytes: int) -> ReadableFi
             pieces = _pieces_in(prefetch.memory[1]) if prefetch.memory else {}
             held = os.fstat(prefetch.memory[0]).st_size if pieces else 0
             if held:
-                memory = mmap.mmap(prefetch.memory[0], held, access=mmap.ACCESS_READ)
-                files = _Brought(files, memory, pieces)
+                files = _Brought(files, os.dup(prefetch.memory[0]), pieces)
             if nbytes >= held // 2:
                 del running[begun]
                 for fd in prefetch.memory:
@@ -192,28 +193,30 @@ def _pieces_in(log: int) -> _Held:
 class _Brought:
     """Files of a store, parts of which are in memory."""
 
-    def __init__(self, files: ReadableFiles, memory: mmap.mmap, pieces: _Held) -> None:
+    def __init__(self, files: ReadableFiles, memory: int, pieces: _Held) -> None:
+        self.memory = memory
         self._files = files
-        self._memory = memoryview(memory)
         self._pieces = pieces
         self.where = files.where
+        # The system takes 0.1 s to free a gigabyte, which no load waits for.
+        weakref.finalize(self, spawn_or_run, "nostall-prefetch", partial(os.close, memory))
 
     def open(self, name: str) -> Source:
         source = self._files.open(name)
         pieces = self._pieces.get((self.where(name), str(source.stat.version)))
-        return source if pieces is None else _BroughtSource(source, self._memory, sorted(pieces))
+        return source if pieces is None else _BroughtSource(source, self, sorted(pieces))
 
 
 class _BroughtSource:
     """A file whose first bytes of a range may be in memory."""
 
     def __init__(
-        self, source: Source, memory: memoryview, pieces: list[tuple[int, int, int]]
+        self, source: Source, brought: _Brought, pieces: list[tuple[int, int, int]]
     ) -> None:
         self.stat = source.stat
         self.close = source.close
         self._source = source
-        self._memory = memory
+        self._brought = brought
         self._pieces = pieces
         self._begins = [begin for begin, _, _ in pieces]
 
@@ -225,10 +228,8 @@ class _BroughtSource:
             if not begin <= reached < stop:
                 rest = between(memories, reached - offset, end - offset)
                 return reached - offset + self._source.read_into(reached, *rest)
-            for target in between(memories, reached - offset, min(stop, end) - offset):
-                first = at + reached - begin
-                target[:] = self._memory[first : first + len(target)]
-                reached += len(target)
+            targets = [*between(memories, reached - offset, min(stop, end) - offset)]
+            reached += os.preadv(self._brought.memory, targets, at + reached - begin)
         return max(0, end - offset)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import subprocess
@@ -124,13 +123,12 @@ def test_what_is_not_in_memory_is_read(tmp_path: Path, offset: int) -> None:
     (tmp_path / "file").write_bytes(b"s" * 400)
     files = PosixStorage(str(tmp_path))
     version = str(files.open("file").stat.version)
-    with mmap.mmap(-1, 300) as memory:
-        memory.write(b"m" * 300)
-        pieces = {(files.where("file"), version): [(100, 200, 100), (0, 100, 0), (300, 350, 200)]}
-        source = _Brought(files, memory, pieces).open("file")
-        target = bytearray(250)
-        read = source.read_into(offset, memoryview(target)[:7], memoryview(target)[7:])
-        del source
+    memory = memory_descriptor("memory")
+    os.write(memory, b"m" * 300)
+    pieces = {(files.where("file"), version): [(100, 200, 100), (0, 100, 0), (300, 350, 200)]}
+    target = bytearray(250)
+    source = _Brought(files, memory, pieces).open("file")
+    read = source.read_into(offset, memoryview(target)[:7], memoryview(target)[7:])
     expected = (b"m" * 200 + b"s" * 100 + b"m" * 50 + b"s" * 50)[offset : offset + 250]
     if offset < 300:  # the rest of the range is asked for as a whole
         expected = expected[: max(0, 200 - offset)] + b"s" * (len(expected) - max(0, 200 - offset))
