@@ -8,7 +8,6 @@ rest itself.
 from __future__ import annotations
 
 import atexit
-import fcntl
 import json
 import os
 import subprocess
@@ -17,13 +16,13 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from functools import partial
+from glob import glob
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from nostall._commit.commit import committed_latest_first
 from nostall._commit.manifest import manifest_alone
@@ -44,6 +43,10 @@ __all__ = ["prefetch"]
 
 _THREADS = 4
 _PIECE_NBYTES = 8 << 20
+_RECORD_NBYTES = 4096
+"""In memory each piece is followed by what it is: address and version of its file, first byte and
+length, as a line of JSON."""
+_SLOT_NBYTES = _PIECE_NBYTES + _RECORD_NBYTES
 _END_TIMEOUT_S = 1.0
 """Longest wait for a killed process, which may be waiting for storage."""
 
@@ -60,8 +63,9 @@ def prefetch(
     what is not finished, and reads the rest itself. Errors of storage are not raised here; the load
     raises them.
 
-    Files come into the page cache. Memory with parts of an object store is given back after a load
-    that needs at least half of them, or when something else is brought.
+    Files come into the page cache. Memory with parts of an object store is used by all ranks of the
+    host that one process has started, and given back after a load of its rank that needs at least
+    half of it, or when something else is brought.
 
     Args:
         path: Checkpoint directory, or an address in an object store; or what contains checkpoints,
@@ -76,7 +80,7 @@ def prefetch(
     place = identity(place_of(path, storage_options))
     stop_prefetching()
     with suppress(OSError):  # memory is refused, or a process
-        memory = tuple(map(memory_descriptor, _NAMES if is_address(place) else ()))
+        memory = (memory_descriptor(_NAME),) if is_address(place) else ()
         job = {
             "path": place,
             "rank": _number("RANK", 0),
@@ -104,7 +108,7 @@ def prefetch(
             stream.write(json.dumps(job).encode())
 
 
-_NAMES = "nostall:prefetch", "nostall:prefetch-log"
+_NAME = "nostall:prefetch"
 
 
 def _number(name: str, default: int) -> int:
@@ -120,8 +124,7 @@ class _Prefetch(NamedTuple):
 
     process: subprocess.Popen[bytes]
     memory: tuple[int, ...]
-    """From an object store: descriptors of what was brought, and of a text that says what is where.
-    Empty for files."""
+    """The descriptor of what is brought from an object store; empty for files."""
 
     def stop(self) -> None:
         """End the process. Idempotent."""
@@ -165,71 +168,81 @@ def with_prefetched(files: ReadableFiles, place: str, nbytes: int) -> ReadableFi
         for begun in [each for each in running if within.startswith(f"{each}/")]:
             prefetch = running[begun]
             prefetch.stop()
-            pieces = _pieces_in(prefetch.memory[1]) if prefetch.memory else {}
-            held = os.fstat(prefetch.memory[0]).st_size if pieces else 0
-            if held:
-                files = _Brought(files, os.dup(prefetch.memory[0]), pieces)
-            if nbytes >= held // 2:
+            if prefetch.memory:
+                files = _Brought(files, _memory_of_host())
+            if nbytes >= sum(os.fstat(fd).st_size for fd in prefetch.memory) // 2:
                 del running[begun]
                 for fd in prefetch.memory:
                     os.close(fd)
     return files
 
 
-_Held = Mapping[tuple[str, str], list[tuple[int, int, int]]]
-"""By address and version of a file: begin and end of each piece that is in memory, and where."""
+def _memory_of_host() -> list[int]:
+    """New descriptors of what this rank and others of this host have brought.
 
+    Ranks have one parent, and may open each other's descriptors.
+    """
+    import psutil
 
-def _pieces_in(log: int) -> _Held:
-    pieces: defaultdict[tuple[str, str], list[tuple[int, int, int]]] = defaultdict(list)
-    text = os.pread(log, os.fstat(log).st_size, 0)
-    for line in text.splitlines(keepends=True):
-        if line.endswith(b"\n"):  # the last one may have been cut
-            where, version, begin, nbytes, at = json.loads(line)
-            pieces[where, version].append((begin, begin + nbytes, at))
-    return pieces
+    rank, found = psutil.Process(), dict[int, int]()
+    with suppress(psutil.Error):  # a process has ended meanwhile
+        launcher = rank.parent() if _number("LOCAL_WORLD_SIZE", 1) > 1 else None
+        for each in launcher.children() if launcher else [rank]:
+            for path in glob(f"/proc/{each.pid}/fd/*"):
+                with suppress(OSError):  # it was closed meanwhile
+                    is_brought = f"/memfd:{_NAME} " in os.readlink(path)
+                    if is_brought and (number := os.stat(path).st_ino) not in found:
+                        found[number] = os.open(path, os.O_RDONLY)
+    return [*found.values()]
 
 
 class _Brought:
     """Files of a store, parts of which are in memory."""
 
-    def __init__(self, files: ReadableFiles, memory: int, pieces: _Held) -> None:
-        self.memory = memory
-        self._files = files
-        self._pieces = pieces
+    def __init__(self, files: ReadableFiles, memory: Sequence[int]) -> None:
         self.where = files.where
+        self._files = files
+        self._pieces: defaultdict[tuple[str, str], list[_Held]] = defaultdict(list)
+        for fd in memory:
+            for at in range(0, os.fstat(fd).st_size, _SLOT_NBYTES):
+                record = os.pread(fd, _RECORD_NBYTES, at + _PIECE_NBYTES).rstrip(b"\0")
+                if record.endswith(b"\n"):
+                    where, version, begin, nbytes = json.loads(record)
+                    self._pieces[where, version].append((begin, begin + nbytes, fd, at))
         # The system takes 0.1 s to free a gigabyte, which no load waits for.
-        weakref.finalize(self, spawn_or_run, "nostall-prefetch", partial(os.close, memory))
+        weakref.finalize(self, spawn_or_run, "nostall-prefetch", lambda: [*map(os.close, memory)])
 
     def open(self, name: str) -> Source:
         source = self._files.open(name)
         pieces = self._pieces.get((self.where(name), str(source.stat.version)))
-        return source if pieces is None else _BroughtSource(source, self, sorted(pieces))
+        return source if pieces is None else _BroughtSource(self, source, sorted(pieces))
+
+
+_Held: TypeAlias = tuple[int, int, int, int]
+"""Begin and end of a piece of a file, the descriptor of memory that has it, and where."""
 
 
 class _BroughtSource:
     """A file whose first bytes of a range may be in memory."""
 
-    def __init__(
-        self, source: Source, brought: _Brought, pieces: list[tuple[int, int, int]]
-    ) -> None:
+    def __init__(self, files: _Brought, source: Source, pieces: list[_Held]) -> None:
         self.stat = source.stat
         self.close = source.close
         self._source = source
-        self._brought = brought
+        self._files = files  # whose end closes the memory
         self._pieces = pieces
-        self._begins = [begin for begin, _, _ in pieces]
+        self._begins = [begin for begin, _, _, _ in pieces]
 
     def read_into(self, offset: int, *memories: memoryview) -> int:
         end = min(offset + sum(map(len, memories)), self.stat.nbytes)
         reached = offset
         while reached < end:
-            begin, stop, at = self._pieces[max(0, bisect_right(self._begins, reached) - 1)]
+            begin, stop, memory, at = self._pieces[max(0, bisect_right(self._begins, reached) - 1)]
             if not begin <= reached < stop:
                 rest = between(memories, reached - offset, end - offset)
                 return reached - offset + self._source.read_into(reached, *rest)
             targets = [*between(memories, reached - offset, min(stop, end) - offset)]
-            reached += os.preadv(self._brought.memory, targets, at + reached - begin)
+            reached += os.preadv(memory, targets, at + reached - begin)
         return max(0, end - offset)
 
 
@@ -256,15 +269,12 @@ def main(
 ) -> None:
     """Read a rank's part of the checkpoint at a path, while the parent lives.
 
-    From an object store it goes to the first of two descriptors; the second gets a line for each
-    piece: address and version of the file, first byte, length, and place in the first.
+    From an object store it goes to memory, by its descriptor.
     """
     take_storage_options(path, options)
     if not may_have(storage_at(path), METADATA_NAME):
         path = committed_latest_first(path)[0]
     storage = storage_at(path)
-    if memory:
-        fcntl.fcntl(memory[1], fcntl.F_SETFL, os.O_APPEND)
     # Its next() is one instruction of the interpreter, so threads can share it.
     pieces = iter([*enumerate(_pieces(storage, rank, world_size, most_nbytes))])
 
@@ -274,11 +284,12 @@ def main(
                 for number, (_, begin, nbytes) in of_file:
                     if os.getppid() != parent:
                         return
-                    part, at = memoryview(buffer)[:nbytes], number * _PIECE_NBYTES
+                    part, at = memoryview(buffer)[:nbytes], number * _SLOT_NBYTES
                     is_whole = source.read_into(begin, part) == nbytes
                     if memory and is_whole and os.pwrite(memory[0], part, at) == nbytes:
-                        line = storage.where(name), str(source.stat.version), begin, nbytes, at
-                        os.write(memory[1], f"{json.dumps(line)}\n".encode())
+                        record = storage.where(name), str(source.stat.version), begin, nbytes
+                        line = f"{json.dumps(record)}\n".encode()
+                        os.pwrite(memory[0], line, at + _PIECE_NBYTES)
 
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(read, [bytearray(_PIECE_NBYTES) for _ in range(_THREADS)]))

@@ -13,8 +13,9 @@ import nostall
 from nostall import CheckpointManager, KeepBest, KeepLatest
 from nostall._storage.locations import storage_at
 from nostall.errors import ReadError
+from programs.prefetched import SIZE
 from support.object_store import S3Server
-from support.ranks import run_ranks, run_script
+from support.ranks import TESTS, run_python, run_ranks, run_script
 
 
 @pytest.fixture
@@ -108,3 +109,22 @@ def test_a_busy_store_does_not_hide_the_newest_step(
 def test_ranks_save_and_restore_together(root: str, tmp_path: Path) -> None:
     """Each its own part."""
     assert run_ranks(2, "managing:below_a_root", tmp_path, root) == [[2, True, True]] * 2
+
+
+def test_ranks_of_a_host_share_what_they_have_prefetched(
+    s3: S3Server, root: str, tmp_path: Path
+) -> None:
+    """Each brings a half and needs all of it; no byte is asked for twice."""
+    with CheckpointManager(root) as manager:
+        manager.save(1, {name: torch.arange(float(SIZE)) for name in ("x", "y")})
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run_python(
+        *torchrun, TESTS / "programs/prefetched.py", root, cwd=tmp_path, timeout_s=100
+    )
+    assert done.returncode == 0, done.stderr
+    ((key, nbytes),) = (
+        (key, nbytes) for key, nbytes in s3.sizes(root.split("/")[2]).items() if "distcp" in key
+    )
+    gets = [each for each in s3.requests() if each.startswith("GET") and key in each]
+    pieces_of_a_half = -(-nbytes // 2 // (8 << 20))
+    assert len(gets) == 2 * pieces_of_a_half

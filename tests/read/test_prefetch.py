@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,7 +23,15 @@ from benchmarks.machine import cached_share, drop, files_below
 from nostall._memory.arena import memory_descriptor
 from nostall._storage.posix import PosixStorage
 from nostall.errors import OptionError, ReadError
-from nostall.prefetching import _Brought, _pieces, main, running, stop_prefetching
+from nostall.prefetching import (
+    _PIECE_NBYTES,
+    _SLOT_NBYTES,
+    _Brought,
+    _pieces,
+    main,
+    running,
+    stop_prefetching,
+)
 
 MIB = 1 << 20
 OF_ALL: dict[str, Any] = {"rank": 0, "world_size": 1, "most_nbytes": 1 << 40, "options": "{}"}
@@ -108,13 +117,12 @@ def test_ranks_bring_their_own_files_or_an_even_share(
 @pytest.mark.parametrize("lost_nbytes", [0, 1])
 def test_a_piece_that_is_not_whole_is_not_used(root: Path, lost_nbytes: int) -> None:
     """Memory may take less than it is given; the text names what is there as a whole."""
-    memory, log = (memory_descriptor(name) for name in ("memory", "log"))
+    memory = memory_descriptor("memory")
     really = os.pwrite
     with patch("os.pwrite", lambda *each: really(*each) - lost_nbytes):
-        main(path=str(root), parent=os.getppid(), memory=[memory, log], **OF_ALL)
-    assert bool(os.fstat(log).st_size) is not bool(lost_nbytes)
-    for fd in (memory, log):
-        os.close(fd)
+        main(path=str(root), parent=os.getppid(), memory=[memory], **OF_ALL)
+    found = _Brought(PosixStorage(str(root)), [memory])
+    assert bool(found._pieces) is not bool(lost_nbytes)
 
 
 @pytest.mark.parametrize("offset", [0, 10, 99, 150, 250, 390])
@@ -124,10 +132,13 @@ def test_what_is_not_in_memory_is_read(tmp_path: Path, offset: int) -> None:
     files = PosixStorage(str(tmp_path))
     version = str(files.open("file").stat.version)
     memory = memory_descriptor("memory")
-    os.write(memory, b"m" * 300)
-    pieces = {(files.where("file"), version): [(100, 200, 100), (0, 100, 0), (300, 350, 200)]}
+    for number, (begin, nbytes) in enumerate(((100, 100), (0, 100), (300, 50))):
+        at = number * _SLOT_NBYTES
+        record = json.dumps((files.where("file"), version, begin, nbytes))
+        os.pwrite(memory, b"m" * nbytes, at)
+        os.pwrite(memory, f"{record}\n".encode(), at + _PIECE_NBYTES)
     target = bytearray(250)
-    source = _Brought(files, memory, pieces).open("file")
+    source = _Brought(files, [memory]).open("file")
     read = source.read_into(offset, memoryview(target)[:7], memoryview(target)[7:])
     expected = (b"m" * 200 + b"s" * 100 + b"m" * 50 + b"s" * 50)[offset : offset + 250]
     if offset < 300:  # the rest of the range is asked for as a whole

@@ -119,7 +119,7 @@ def test_what_was_prefetched_is_not_asked_for_again(s3: S3Server, url: str, way:
     with nostall.CheckpointManager(root) as manager:
         manager.save(1, saved)
     nostall.prefetch(root)
-    ((process, (memory, _)),) = running.values()
+    ((process, (memory,)),) = running.values()
     if way == "killed":
         wait_until(lambda: os.fstat(memory).st_size > 0)
         process.kill()

@@ -29,7 +29,7 @@ from nostall._model.progress import ReadCounter
 from nostall._read.archives import OpenFile
 from nostall._read.inflight import Workers
 from nostall._read.plan import FileSpan, Wanted
-from nostall._storage.port import ReadableFiles, Source, Stat, Version
+from nostall._storage.port import InMemory, ReadableFiles, Source
 from nostall.errors import OptionError, RankFailedError, RankLostError
 
 ROUND_NBYTES = 128 << 20
@@ -358,23 +358,4 @@ class _Round(NamedTuple):
 
     def open(self, name: str) -> Source:  # noqa: ARG002  # the port's signature
         """All of the memory, whatever the name."""
-        return _Memory(self.memory)
-
-
-class _Memory:
-    """Memory as an open file; a :class:`~nostall._storage.port.Source`."""
-
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._content = memory_of(memory)
-        self.stat = Stat(len(self._content), Version(""), 0.0, 0.0)
-
-    def read_into(self, offset: int, *memories: memoryview) -> int:
-        begin = offset
-        for memory in memories:
-            found = self._content[offset : offset + len(memory)]
-            memory[: len(found)] = found
-            offset += len(found)
-        return offset - begin
-
-    def close(self) -> None:
-        """Do nothing; the memory is the caller's."""
+        return InMemory([memory_of(self.memory)])

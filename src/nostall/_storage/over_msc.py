@@ -16,7 +16,7 @@ from typing import Any
 
 from nostall._model.names import is_ours_to_remove
 from nostall._storage.object_storage import ObjectStorage
-from nostall._storage.port import ABSENT, Conflict, Stat, Version, as_stream, between, version_of
+from nostall._storage.port import Conflict, InMemory, Stat, Version, as_stream, version_of
 from nostall.errors import OptionError
 
 
@@ -36,7 +36,7 @@ class MscStorage(ObjectStorage):
         nbytes = sum(map(len, content))
         with _errors_at(self.where(name)):
             if expected is None and nbytes > self.least_part(nbytes):
-                self._client.upload_file(self._key(name), as_stream(_Pieces(content)))
+                self._client.upload_file(self._key(name), as_stream(InMemory(content)))
                 return
             with self._lock:
                 if expected is not None and version_of(self.stat, name) != expected:
@@ -78,27 +78,6 @@ class MscStorage(ObjectStorage):
         for name in names:
             with _errors_at(self.where(name)), suppress(FileNotFoundError):
                 self._client.delete(self._key(name))
-
-
-class _Pieces:
-    """Pieces of memory; a :class:`~nostall._storage.port.Source`."""
-
-    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
-        self._pieces = [memoryview(piece) for piece in pieces]
-        self.stat = Stat(sum(map(len, self._pieces)), ABSENT, 0.0, 0.0)
-
-    def read_into(self, offset: int, *memories: memoryview) -> int:
-        at = offset
-        for memory in memories:
-            left = memory
-            for piece in between(self._pieces, at, at + len(memory)):
-                left[: len(piece)] = piece
-                left = left[len(piece) :]
-            at += len(memory) - len(left)
-        return at - offset
-
-    def close(self) -> None:
-        """Nothing to release."""
 
 
 @contextmanager

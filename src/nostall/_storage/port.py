@@ -244,6 +244,27 @@ def between(memories: Iterable[memoryview], begin: int, end: int) -> list[memory
     return found
 
 
+class InMemory:
+    """Pieces of memory, one after the other, as a :class:`Source`."""
+
+    def __init__(self, pieces: Sequence[bytes | memoryview]) -> None:
+        self._pieces = [memoryview(piece) for piece in pieces]
+        self.stat = Stat(sum(map(len, self._pieces)), ABSENT, 0.0, 0.0)
+
+    def read_into(self, offset: int, *memories: memoryview) -> int:
+        at = offset
+        for memory in memories:
+            left = memory
+            for piece in between(self._pieces, at, at + len(memory)):
+                left[: len(piece)] = piece
+                left = left[len(piece) :]
+            at += len(memory) - len(left)
+        return at - offset
+
+    def close(self) -> None:
+        """Do nothing; the memory is the caller's."""
+
+
 def may_have(files: Files, name: str) -> bool:
     """Whether a file exists; also true if storage cannot tell."""
     try:
