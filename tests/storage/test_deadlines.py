@@ -99,6 +99,23 @@ def test_what_is_removed_while_it_is_written_is_not_announced(
     assert nostall.verify(path).ok
 
 
+@SAVES
+def test_a_save_that_cannot_be_announced_as_others_remove_its_files_says_so(
+    tmp_path: Path, save: Callable[..., None]
+) -> None:
+    """Two jobs that save to one directory remove what they take for left over."""
+    path = tmp_path / "saved"
+    with Hold("publish") as hold, inject(hold.fault), ThreadPoolExecutor(1) as pool:
+        saving = pool.submit(save, path, small_state())
+        hold.wait_reached()
+        shutil.rmtree(path)
+        hold.release()
+        failure = _failure_of(saving.exception(DEADLINE_S))
+    assert isinstance(failure, WriteError)
+    assert failure.errno == errno.ENOENT
+    assert "let one job save to a directory" in str(failure.hint)
+
+
 def _failure_of(error: BaseException | None) -> BaseException:
     assert isinstance(error, CheckpointException)
     return error.failures[0][0]

@@ -175,14 +175,17 @@ def commit(
     except NotDurableError:
         raise
     except Exception as error:
+        hint = "the previous checkpoint, if there was one, is untouched"
+        if isinstance(error, Conflict):
+            hint = "the other save's checkpoint stays; let one job save to a directory"
+        elif isinstance(error, FileNotFoundError):
+            hint = "another process has removed files of this save; let one job save to a directory"
         raise WriteError(
             f"the metadata could not be published: {reason(error)}",
             errno=error.errno if isinstance(error, OSError) else None,
             phase="commit",
             path=storage.where(metadata_name),
-            hint="the other save's checkpoint stays; let one job save to a directory"
-            if isinstance(error, Conflict)
-            else "the previous checkpoint, if there was one, is untouched",
+            hint=hint,
         ) from error
     try:
         return tuple(replaced_files)
