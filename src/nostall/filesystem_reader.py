@@ -39,7 +39,7 @@ from nostall._storage.posix import PosixStorage
 from nostall._storage.uncached import UncachedFiles
 from nostall.errors import DamagedCheckpointError, OptionError, ReadError
 from nostall.options import require_integer
-from nostall.prefetching import with_prefetched
+from nostall.prefetching import running, with_prefetched
 
 __all__ = ["FileSystemReader"]
 
@@ -274,7 +274,8 @@ class FileSystemReader(dcp.FileSystemReader):
         else:
             files = UncachedFiles(path) if is_read_once else PosixStorage(path)
         total = sum(self._nbytes_of(wanted).values())
-        files = with_prefetched(files, path, total)
+        if running:
+            files = with_prefetched(files, path, total)
         counter = ReadCounter(total, self._progress)
         read = partial(
             read_items,
