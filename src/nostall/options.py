@@ -174,5 +174,4 @@ def _refusal(given: str, wanted: str) -> OptionError:
 def require_flags(**flags: object) -> None:
     """Require that each is ``True`` or ``False``."""
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise OptionError(f"invalid {name}={flag!r:.80}: expected True or False")
+        require(isinstance(flag, bool), f"{name}={flag!r}", "True or False")

@@ -16,13 +16,13 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from glob import glob
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from nostall._commit.commit import committed_latest_first
 from nostall._commit.manifest import manifest_alone
@@ -56,16 +56,15 @@ def prefetch(
 ) -> None:
     """Begin to bring a checkpoint into this host's memory, and return at once.
 
-    Call it first in a program: imports and the making of the model then take place meanwhile, as
-    does compiling. If as many ranks as ``torchrun`` has started (``WORLD_SIZE``) have saved the
-    checkpoint, each brings the files of its own number, otherwise an even share of all. The ranks
-    of a host bring at most half of the available memory. A load of the checkpoint by nostall ends
-    what is not finished, and reads the rest itself. Errors of storage are not raised here; the load
-    raises them.
+    Call it first in a program, before imports, the model and compiling. If as many ranks as
+    ``torchrun`` has started (``WORLD_SIZE``) have saved the checkpoint, each brings the files of
+    its own number, otherwise an even share of all; those of a host at most half of the available
+    memory. A load of the checkpoint by nostall ends what its rank has not finished, and reads the
+    rest; errors of storage are the load's.
 
-    Files come into the page cache. Memory with parts of an object store is used by all ranks of the
-    host that one process has started, and given back after a load of its rank that needs at least
-    half of it, or when something else is brought.
+    Files come into the page cache, parts of an object store into memory. A rank gives that back
+    after a load that needs at least half of it, or when it brings something else. Until then other
+    ranks of the host that ``torchrun`` has started use it, too, if they have prefetched.
 
     Args:
         path: Checkpoint directory, or an address in an object store; or what contains checkpoints,
@@ -126,6 +125,11 @@ class _Prefetch(NamedTuple):
     memory: tuple[int, ...]
     """The descriptor of what is brought from an object store; empty for files."""
 
+    def release(self) -> None:
+        """Give the memory back."""
+        for fd in self.memory:
+            os.close(fd)
+
     def stop(self) -> None:
         """End the process. Idempotent."""
         self.process.kill()
@@ -141,6 +145,8 @@ _lock = threading.Lock()
 def _start_over() -> None:
     """In a forked child: forget the prefetches, which are the parent's."""
     global _lock  # noqa: PLW0603  # the process has one
+    for each in running.values():
+        each.release()  # what the child does not give back, the parent cannot
     running.clear()
     _lock = threading.Lock()  # another thread may have held it at the fork
 
@@ -154,8 +160,7 @@ def stop_prefetching() -> None:
         while running:
             _, ended = running.popitem()
             ended.stop()
-            for fd in ended.memory:
-                os.close(fd)
+            ended.release()
 
 
 atexit.register(stop_prefetching)
@@ -169,37 +174,49 @@ def with_prefetched(files: ReadableFiles, place: str, nbytes: int) -> ReadableFi
             prefetch = running[begun]
             prefetch.stop()
             if prefetch.memory:
-                files = _Brought(files, _memory_of_host())
-            if nbytes >= sum(os.fstat(fd).st_size for fd in prefetch.memory) // 2:
+                files = _Brought(files, _memory_of_host(prefetch.memory))
+            if nbytes >= sum(os.fstat(fd).st_blocks * 512 for fd in prefetch.memory) // 2:
                 del running[begun]
-                for fd in prefetch.memory:
-                    os.close(fd)
+                prefetch.release()
     return files
 
 
-def _memory_of_host() -> list[int]:
+def _memory_of_host(own: Iterable[int]) -> list[int]:
     """New descriptors of what this rank and others of this host have brought.
 
     Ranks have one parent, and may open each other's descriptors.
     """
-    import psutil
+    import psutil  # which the process that reads may not find
 
-    rank, found = psutil.Process(), dict[int, int]()
-    with suppress(psutil.Error):  # a process has ended meanwhile
-        launcher = rank.parent() if _number("LOCAL_WORLD_SIZE", 1) > 1 else None
-        for each in launcher.children() if launcher else [rank]:
-            for path in glob(f"/proc/{each.pid}/fd/*"):
-                with suppress(OSError):  # it was closed meanwhile
-                    is_brought = f"/memfd:{_NAME} " in os.readlink(path)
-                    if is_brought and (number := os.stat(path).st_ino) not in found:
-                        found[number] = os.open(path, os.O_RDONLY)
+    found = {os.fstat(fd).st_ino: os.dup(fd) for fd in own}
+    ranks: list[psutil.Process] = []
+    with suppress(psutil.Error):  # one has ended meanwhile, or is hidden
+        if _number("LOCAL_WORLD_SIZE", 1) > 1 and (launcher := psutil.Process().parent()):
+            ranks = launcher.children()
+    for rank in ranks:
+        for path in glob(f"/proc/{rank.pid}/fd/*"):
+            with suppress(OSError):  # it was closed meanwhile
+                is_memory = f"/memfd:{_NAME} " in os.readlink(path)
+                if is_memory and (number := os.stat(path).st_ino) not in found:
+                    found[number] = os.open(path, os.O_RDONLY)
     return [*found.values()]
+
+
+class _Held(NamedTuple):
+    """A piece of a file that is in memory."""
+
+    begin: int
+    end: int
+    fd: int
+    at: int
 
 
 class _Brought:
     """Files of a store, parts of which are in memory."""
 
     def __init__(self, files: ReadableFiles, memory: Sequence[int]) -> None:
+        # The system takes 0.1 s to free a gigabyte, which no load waits for.
+        weakref.finalize(self, spawn_or_run, "nostall-prefetch", lambda: [*map(os.close, memory)])
         self.where = files.where
         self._files = files
         self._pieces: defaultdict[tuple[str, str], list[_Held]] = defaultdict(list)
@@ -208,18 +225,12 @@ class _Brought:
                 record = os.pread(fd, _RECORD_NBYTES, at + _PIECE_NBYTES).rstrip(b"\0")
                 if record.endswith(b"\n"):
                     where, version, begin, nbytes = json.loads(record)
-                    self._pieces[where, version].append((begin, begin + nbytes, fd, at))
-        # The system takes 0.1 s to free a gigabyte, which no load waits for.
-        weakref.finalize(self, spawn_or_run, "nostall-prefetch", lambda: [*map(os.close, memory)])
+                    self._pieces[where, version].append(_Held(begin, begin + nbytes, fd, at))
 
     def open(self, name: str) -> Source:
         source = self._files.open(name)
         pieces = self._pieces.get((self.where(name), str(source.stat.version)))
         return source if pieces is None else _BroughtSource(self, source, sorted(pieces))
-
-
-_Held: TypeAlias = tuple[int, int, int, int]
-"""Begin and end of a piece of a file, the descriptor of memory that has it, and where."""
 
 
 class _BroughtSource:
@@ -231,18 +242,18 @@ class _BroughtSource:
         self._source = source
         self._files = files  # whose end closes the memory
         self._pieces = pieces
-        self._begins = [begin for begin, _, _, _ in pieces]
+        self._begins = [piece.begin for piece in pieces]
 
     def read_into(self, offset: int, *memories: memoryview) -> int:
         end = min(offset + sum(map(len, memories)), self.stat.nbytes)
         reached = offset
         while reached < end:
-            begin, stop, memory, at = self._pieces[max(0, bisect_right(self._begins, reached) - 1)]
+            begin, stop, fd, at = self._pieces[max(0, bisect_right(self._begins, reached) - 1)]
             if not begin <= reached < stop:
                 rest = between(memories, reached - offset, end - offset)
                 return reached - offset + self._source.read_into(reached, *rest)
             targets = [*between(memories, reached - offset, min(stop, end) - offset)]
-            reached += os.preadv(memory, targets, at + reached - begin)
+            reached += os.preadv(fd, targets, at + reached - begin)
         return max(0, end - offset)
 
 
@@ -289,7 +300,8 @@ def main(
                     if memory and is_whole and os.pwrite(memory[0], part, at) == nbytes:
                         record = storage.where(name), str(source.stat.version), begin, nbytes
                         line = f"{json.dumps(record)}\n".encode()
-                        os.pwrite(memory[0], line, at + _PIECE_NBYTES)
+                        if len(line) <= _RECORD_NBYTES:
+                            os.pwrite(memory[0], line, at + _PIECE_NBYTES)
 
     with ThreadPoolExecutor(_THREADS) as threads:
         list(threads.map(read, [bytearray(_PIECE_NBYTES) for _ in range(_THREADS)]))
@@ -307,7 +319,7 @@ def _pieces(storage: Files, rank: int, world_size: int, most_nbytes: int) -> lis
     # As stock names them: "__3_0.distcp".
     ranks = {name: name.lstrip("_").partition("_")[0] for name in sizes}
     total, begin, end = sum(sizes.values()), 0, most_nbytes
-    if len({*ranks.values()}) == world_size:
+    if {*ranks.values()} == {*map(str, range(world_size))}:
         sizes = {name: nbytes for name, nbytes in sizes.items() if ranks[name] == str(rank)}
     else:
         begin, end = (total * each // world_size for each in (rank, rank + 1))

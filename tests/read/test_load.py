@@ -448,7 +448,7 @@ def test_flags_are_checked(tmp_path: Path, flag: str) -> None:
     """A text that says no would be taken for true."""
     for wrong in ("no", 0):
         options: dict[str, Any] = {flag: wrong}
-        with pytest.raises(OptionError, match=f"invalid {flag}=.*: expected True or False"):
+        with pytest.raises(OptionError, match=f"invalid {flag}=.*use True or False"):
             nostall.load({}, tmp_path, **options)
 
 

@@ -116,7 +116,7 @@ def test_ranks_bring_their_own_files_or_an_even_share(
 
 @pytest.mark.parametrize("lost_nbytes", [0, 1])
 def test_a_piece_that_is_not_whole_is_not_used(root: Path, lost_nbytes: int) -> None:
-    """Memory may take less than it is given; the text names what is there as a whole."""
+    """Memory may take less than it is given; what is there as a whole has a record."""
     memory = memory_descriptor("memory")
     really = os.pwrite
     with patch("os.pwrite", lambda *each: really(*each) - lost_nbytes):
@@ -132,11 +132,12 @@ def test_what_is_not_in_memory_is_read(tmp_path: Path, offset: int) -> None:
     files = PosixStorage(str(tmp_path))
     version = str(files.open("file").stat.version)
     memory = memory_descriptor("memory")
-    for number, (begin, nbytes) in enumerate(((100, 100), (0, 100), (300, 50))):
+    pieces = ((100, 100, "\n"), (0, 100, "\n"), (300, 50, "\n"), (200, 100, ""))
+    for number, (begin, nbytes, end) in enumerate(pieces):  # the last record is cut
         at = number * _SLOT_NBYTES
         record = json.dumps((files.where("file"), version, begin, nbytes))
         os.pwrite(memory, b"m" * nbytes, at)
-        os.pwrite(memory, f"{record}\n".encode(), at + _PIECE_NBYTES)
+        os.pwrite(memory, f"{record}{end}".encode(), at + _PIECE_NBYTES)
     target = bytearray(250)
     source = _Brought(files, [memory]).open("file")
     read = source.read_into(offset, memoryview(target)[:7], memoryview(target)[7:])

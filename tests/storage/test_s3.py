@@ -135,6 +135,26 @@ def test_what_was_prefetched_is_not_asked_for_again(s3: S3Server, url: str, way:
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
     assert way == "killed" or not asked
     assert not running
+    descriptors = Path("/proc/self/fd")
+    wait_until(  # a thread closes the memory
+        lambda: not any("nostall:pref" in os.path.realpath(each) for each in descriptors.iterdir())
+    )
+
+
+def test_a_forked_child_keeps_no_prefetched_memory(url: str) -> None:
+    """A worker of a data loader lives as long as the training."""
+    code = """
+import os, sys, nostall
+from nostall.prefetching import running
+nostall.prefetch(sys.argv[1])
+((_, (memory,)),) = running.values()
+if (child := os.fork()) == 0:
+    os._exit(os.path.lexists(f"/proc/self/fd/{memory}"))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert os.path.lexists(f"/proc/self/fd/{memory}")
+"""
+    done = run_python("-c", code, url, timeout_s=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_was_prefetched_of_an_older_file_is_not_loaded(s3: S3Server, url: str) -> None:

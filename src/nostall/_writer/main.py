@@ -39,7 +39,6 @@ from nostall._writer.messages import (
     send,
 )
 from nostall._writer.seals import Cancelled, WholeImage
-from nostall._writer.streams import StreamTarget
 from nostall.errors import ProtocolError
 
 _PROGRESS_EVERY_S = 0.25
@@ -113,7 +112,8 @@ class _Writer:
                 report = perform(
                     job,
                     self._images(job),
-                    _streams(job),
+                    # The user's callables, for each thread its own.
+                    [pickle.loads(job.stream) for _ in job.files[: job.io_threads] if job.stream],
                     cancelled=cancelled,
                     on_progress=self._progress_sender(job.job),
                     on_created=partial(self._send_created, job.job),
@@ -161,10 +161,3 @@ class _Writer:
 def _failed(job: WriteJob, error: BaseException) -> RankFailed:
     failure = describe(error, job, phase="write", path=job.directory)
     return RankFailed(rank=job.rank, failure=failure)
-
-
-def _streams(job: WriteJob) -> list[StreamTarget]:
-    """The user's callables, for each thread its own."""
-    if job.stream is None:
-        return []
-    return [pickle.loads(job.stream) for _ in range(min(job.io_threads, len(job.files)))]
