@@ -46,6 +46,7 @@ from nostall.core import AsyncCallsQueue, AsyncRequest
 from nostall.errors import NostallError, OptionError, SaveAbortedError, SaveTimeoutError
 from nostall.filesystem_async import FileSystemWriterAsync
 from nostall.options import require_integer, require_on_error
+from nostall.prefetching import stop_prefetching
 from nostall.state_dict_saver import (
     CheckpointMetadataCache,
     save_state_dict_async_finalize,
@@ -527,6 +528,7 @@ class CheckpointManager:
                 path = self._steps.path(about.step)
                 restoration = Restoration(state, about, path, coordination)
             restoration.load(self._group)
+            stop_prefetching()
             self._cache.set_cached_global_metadata(restoration.metadata)
         with together(coordination):
             return restoration.finish(rng=rng)

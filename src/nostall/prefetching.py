@@ -1,8 +1,8 @@
 """``nostall.prefetch``: a checkpoint comes into memory while a program still starts.
 
 A process of its own, which never imports torch, reads what this rank is likely to need: files into
-the page cache, objects into memory that it shares with this process. A load ends it, and reads the
-rest itself.
+the page cache, objects into memory that it shares with this process and other ranks of the host. A
+load ends it, and reads the rest itself.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def prefetch(
 
     Call it first in a program, before imports, the model and compiling. If as many ranks as
     ``torchrun`` has started (``WORLD_SIZE``) have saved the checkpoint, each brings the files of
-    its own number, otherwise an even share of all; those of a host at most half of the available
-    memory. A load of the checkpoint by nostall ends what its rank has not finished, and reads the
-    rest; errors of storage are the load's.
+    its own number, otherwise an even share of all; the ranks of a host, at most half of the
+    available memory. A load of the checkpoint by nostall ends what its rank has not finished, and
+    reads the rest; errors of storage are the load's.
 
     Files come into the page cache, parts of an object store into memory. A rank gives that back
-    after a load that needs at least half of it, or when it brings something else. Until then other
-    ranks of the host that ``torchrun`` has started use it, too, if they have prefetched.
+    after a load that needs half of it, a manager's restore, or another ``prefetch``. Until then
+    other ranks of the host that ``torchrun`` has started use it, too, if they have prefetched.
 
     Args:
         path: Checkpoint directory, or an address in an object store; or what contains checkpoints,
@@ -278,10 +278,7 @@ def main(
     memory: list[int],
     options: str,
 ) -> None:
-    """Read a rank's part of the checkpoint at a path, while the parent lives.
-
-    From an object store it goes to memory, by its descriptor.
-    """
+    """Read a rank's part of a checkpoint while the parent lives; from a store into a descriptor."""
     take_storage_options(path, options)
     if not may_have(storage_at(path), METADATA_NAME):
         path = committed_latest_first(path)[0]

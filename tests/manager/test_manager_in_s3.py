@@ -106,6 +106,17 @@ def test_a_busy_store_does_not_hide_the_newest_step(
     assert "damaged" not in caplog.text
 
 
+def test_a_bucket_that_does_not_exist_is_no_new_root(s3: S3Server) -> None:
+    """Training from scratch would only notice at its first save."""
+    del s3
+    with (
+        CheckpointManager("s3://no-such-bucket-here/run") as manager,
+        pytest.raises(ReadError, match="steps cannot be read") as caught,
+    ):
+        manager.restore(training())
+    assert "bucket" in str(caught.value).lower()
+
+
 def test_ranks_save_and_restore_together(root: str, tmp_path: Path) -> None:
     """Each its own part."""
     assert run_ranks(2, "managing:below_a_root", tmp_path, root) == [[2, True, True]] * 2

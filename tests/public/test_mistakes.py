@@ -240,7 +240,7 @@ MISTAKES = {
     ),
     "name that was not saved": Mistake(
         lambda at: load(save(at / "a"), {"wieght": torch.ones(64, 33)}),
-        "Missing key in checkpoint state_dict: wieght",
+        "Missing key in checkpoint state_dict: wieght; there is weight",
         "a",
         "strict=False leaves out what is missing",
     ),

@@ -141,6 +141,17 @@ def test_what_was_prefetched_is_not_asked_for_again(s3: S3Server, url: str, way:
     )
 
 
+def test_a_restore_gives_back_what_it_did_not_use(url: str) -> None:
+    """Memory with another step than was restored."""
+    with nostall.CheckpointManager(url) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(3_000_000)})
+        manager.wait()
+        nostall.prefetch(manager.path(1))
+        assert manager.restore({"w": torch.zeros(3_000_000)})
+    assert not running
+
+
 def test_a_forked_child_keeps_no_prefetched_memory(url: str) -> None:
     """A worker of a data loader lives as long as the training."""
     code = """

@@ -146,8 +146,9 @@ class LoadPlanner(DefaultLoadPlanner):
         }
         self.missing = tuple(missing)
         if missing and self._strict:
+            others = some([name for name in entries if name not in selected], 3) or "nothing else"
             raise self._misfit(
-                f"Missing key in checkpoint state_dict: {some(missing)}",
+                f"Missing key in checkpoint state_dict: {some(missing)}; there is {others}",
                 ", and strict=False leaves out what is missing",
             )
         if self._strict and self._empty:
