@@ -41,6 +41,7 @@ from nostall._storage.port import Files, ReadableFiles, Source, between, may_hav
 
 __all__ = ["prefetch"]
 
+_NAME = "nostall:prefetch"
 _THREADS = 4
 _PIECE_NBYTES = 8 << 20
 _RECORD_NBYTES = 4096
@@ -105,9 +106,6 @@ def prefetch(
         assert process.stdin is not None
         with process.stdin as stream:  # not as arguments: options may be secret
             stream.write(json.dumps(job).encode())
-
-
-_NAME = "nostall:prefetch"
 
 
 def _number(name: str, default: int) -> int:
@@ -198,12 +196,12 @@ def _memory_of_host(own: Iterable[int]) -> list[int]:
             with suppress(OSError):  # it was closed meanwhile
                 is_memory = f"/memfd:{_NAME} " in os.readlink(path)
                 if is_memory and (number := os.stat(path).st_ino) not in found:
-                    found[number] = os.open(path, os.O_RDONLY)
+                    found[number] = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     return [*found.values()]
 
 
 class _Held(NamedTuple):
-    """A piece of a file that is in memory."""
+    """A piece of a file; a descriptor of the memory that has it, and where."""
 
     begin: int
     end: int
@@ -249,11 +247,12 @@ class _BroughtSource:
         reached = offset
         while reached < end:
             begin, stop, fd, at = self._pieces[max(0, bisect_right(self._begins, reached) - 1)]
-            if not begin <= reached < stop:
+            targets = between(memories, reached - offset, min(stop, end) - offset)
+            found = os.preadv(fd, targets, at + reached - begin) if begin <= reached < stop else 0
+            if not found:
                 rest = between(memories, reached - offset, end - offset)
                 return reached - offset + self._source.read_into(reached, *rest)
-            targets = [*between(memories, reached - offset, min(stop, end) - offset)]
-            reached += os.preadv(fd, targets, at + reached - begin)
+            reached += found
         return max(0, end - offset)
 
 
@@ -321,8 +320,7 @@ def _pieces(storage: Files, rank: int, world_size: int, most_nbytes: int) -> lis
     else:
         begin, end = (total * each // world_size for each in (rank, rank + 1))
         end = min(end, begin + most_nbytes)
-    found: list[_Piece] = []
-    offset = 0
+    found, offset = list[_Piece](), 0
     for name, nbytes in sizes.items():
         first, last = max(begin - offset, 0), min(end - offset, nbytes)
         found += [

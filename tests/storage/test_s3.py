@@ -148,6 +148,7 @@ def test_a_restore_gives_back_what_it_did_not_use(url: str) -> None:
             manager.save(step, {"w": torch.ones(3_000_000)})
         manager.wait()
         nostall.prefetch(manager.path(1))
+        assert running
         assert manager.restore({"w": torch.zeros(3_000_000)})
     assert not running
 

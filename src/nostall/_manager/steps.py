@@ -106,7 +106,7 @@ class StepDirectories:
     def listed(self) -> list[int]:
         """All steps that have a directory, committed or not, in ascending order."""
         names: list[str] = []
-        with suppress(*() if is_address(self.root) else (FileNotFoundError,)):  # there: no bucket
+        with suppress(*() if is_address(self.root) else (FileNotFoundError,)):  # store: no bucket
             names = storage_at(self.root).list()
         return sorted(step for name in names if (step := step_of(name)) is not None)
 

@@ -231,6 +231,8 @@ def how_to_read(error: OSError) -> str:
     """The next step after storage refused to be read."""
     if isinstance(error, PermissionError):
         return "give this user the right to read it"
+    if isinstance(error, FileNotFoundError):
+        return "check that it exists and may be listed"
     return "try again when storage answers"
 
 
